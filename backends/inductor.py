@@ -1,0 +1,303 @@
+"""Compile one region with Inductor, once, into an artifact that loads anywhere without a compiler.
+
+`torch._inductor.compile_fx` is driven with fake inputs: no weight is needed and none is kept. Of what it
+returns, the artifact keeps the launch sequence (Python) and the kernel binaries; see
+h3compile.runtime.artifact for the other half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.fx.experimental._config as symbolic_config
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.output_code import CompiledFxGraph
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from h3compile.backends.inductor_kernels import collect_kernels
+from h3compile.backends.inductor_shapes import Length, SymbolicInputs, at_largest, fake_values, lengths_of
+from h3compile.backends.inductor_source import launch_sequence
+from h3compile.errors import BuildError
+from h3compile.runtime.artifact import INFO_FILE, SOURCE_FILE, ArtifactInfo, InputInfo, LengthInfo
+from h3compile.runtime.machine import cpu_features, device_arch, python_abi, torch_release
+
+__all__ = ["LARGEST_LENGTH", "CompiledRegion", "InductorOptions", "compile_region"]
+
+# Rows. The longest clip of the release is about 109,000; reports go to 198,000.
+LARGEST_LENGTH = 1 << 18
+
+# What -march=x86-64-v3 lets a compiler use.
+_PORTABLE_FEATURES = frozenset(
+    "sse sse2 ssse3 sse4_1 sse4_2 popcnt movbe avx avx2 bmi1 bmi2 f16c fma abm".split()
+)
+
+
+@dataclass(frozen=True)
+class InductorOptions:
+    """Choices that change the code of a region, but not what it computes beyond rounding.
+
+    ``max_autotune`` and ``coordinate_descent`` tune GPU kernels by measurement. ``precision_casts``
+    rounds between fused BF16 operations as eager does; without it chains stay FP32, which is closer to
+    float64. ``portable`` compiles CPU code for x86-64-v3 instead of this CPU. ``attention`` names the
+    `SDPBackend` choices in order, such as ``("cudnn_attention", "flash_attention")``; empty means torch's
+    own order. ``workers`` limits compiler processes; 0 means the CPU count, and one for a GPU.
+    """
+
+    max_autotune: bool = False
+    coordinate_descent: bool = False
+    precision_casts: bool = False
+    portable: bool = False
+    attention: tuple[str, ...] = ()
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """What was written: the folder, its record, the size of its files in bytes, the time in seconds."""
+
+    path: Path
+    info: ArtifactInfo
+    size: int
+    seconds: float
+
+
+def _settings(options: InductorOptions, device: torch.device) -> dict[str, object]:
+    """Inductor's configuration for a region: everything that is pinned, with the reason."""
+    settings: dict[str, object] = {
+        # The artifact is the cache; a hit in Inductor's own would return code of an older build.
+        "fx_graph_cache": False,
+        "fx_graph_remote_cache": False,
+        "autotune_remote_cache": False,
+        # Weights are inputs of every call.
+        "freezing": False,
+        "cpp.weight_prepack": False,
+        # It would copy weights into padded buffers at every call.
+        "shape_padding": False,
+        "max_autotune": options.max_autotune,
+        "coordinate_descent_tuning": options.coordinate_descent,
+        "emulate_precision_casts": options.precision_casts,
+        # One plain `call`, without code to benchmark it.
+        "benchmark_harness": False,
+        "graph_partition": False,
+        "triton.cudagraphs": False,
+        "cpp_wrapper": False,
+        # Strides and sizes of inputs are asserted by the launch sequence.
+        "size_asserts": True,
+        # The thread count is that of the process that runs.
+        "cpp.dynamic_threads": True,
+        "cpp.enable_unsafe_math_opt_flag": False,
+        "cpp.enable_floating_point_contract_flag": "off",
+        # One configuration a Triton kernel, chosen now, launchable from its cubin.
+        "triton.autotune_at_compile_time": device.type == "cuda",
+        "use_static_triton_launcher": True,
+        "static_launch_user_defined_triton_kernels": True,
+        "compile_threads": _workers(options, device),
+    }
+    if options.portable:
+        settings |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
+    # Line tables hold paths of this machine. The switch is newer than the oldest torch supported.
+    if "aot_inductor.enable_line_tables" in inductor_config._config:
+        settings["aot_inductor.enable_line_tables"] = False
+    unknown = sorted(key for key in settings if key not in inductor_config._config)
+    if unknown:
+        raise BuildError(f"torch {torch.__version__} has no Inductor setting {unknown[0]}", "use a newer torch")
+    return settings
+
+
+def _workers(options: InductorOptions, device: torch.device) -> int:
+    # C++ compilers run below a thread pool. Triton uses a pool of processes, which one worker avoids.
+    return options.workers or (1 if device.type == "cuda" else os.cpu_count() or 1)
+
+
+def _prepared(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy on ``device`` without metadata: it would carry paths and symbols of the program."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise BuildError(f"the region holds {node.op} {node.target}", "make it an input of the region")
+        copy = graph.node_copy(node, copies.__getitem__)
+        copy.meta.clear()
+        moved = fx.node.map_aggregate(
+            (copy.args, copy.kwargs), lambda value: device if isinstance(value, torch.device) else value
+        )
+        copy.args, copy.kwargs = moved  # type: ignore[misc]
+        copies[node] = copy
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@contextlib.contextmanager
+def _tracing(inputs: SymbolicInputs, settings: Mapping[str, object], attention: tuple[str, ...]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(tracing(TracingContext(inputs.mode)))
+        stack.enter_context(inductor_config.patch(dict(settings)))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        # Decides layout questions as for a size that may be 1, without fixing the answer.
+        stack.enter_context(symbolic_config.patch(backed_size_oblivious=True))
+        if attention:
+            names = [name.upper() for name in attention]
+            stack.enter_context(sdpa_kernel([SDPBackend.__members__[name] for name in names], set_priority=True))
+        yield
+
+
+def _compile(module: fx.GraphModule, inputs: SymbolicInputs) -> CompiledFxGraph:
+    compiled: list[CompiledFxGraph] = []
+
+    def record(graph: fx.GraphModule, values: object, **options: object) -> object:
+        code = compile_fx_inner(graph, values, **options)
+        if not isinstance(code, CompiledFxGraph):
+            raise BuildError(f"Inductor returned {type(code).__name__} for a region", "lower with --backend eager")
+        compiled.append(code)
+        return code
+
+    compile_fx(module, list(inputs.tensors), inner_compile=record)
+    if len(compiled) != 1:
+        raise BuildError(f"Inductor split a region into {len(compiled)} graphs", "lower with --backend eager")
+    return compiled[0]
+
+
+def _check(code: CompiledFxGraph, inputs: SymbolicInputs) -> None:
+    if code.constants:
+        raise BuildError(f"the region holds the constant {next(iter(code.constants))}", "make it an input")
+    if code.mutated_input_idxs:
+        raise BuildError("the region changes one of its inputs", "make it functional")
+
+
+def _globals_of(code: CompiledFxGraph) -> Mapping[str, object]:
+    for loaded in reversed(PyCodeCache.modules):
+        if getattr(loaded, "key", None) == code.cache_key:
+            return vars(loaded)
+    raise BuildError("Inductor did not load the code of a region", "lower with --backend eager")
+
+
+def _write(
+    output: Path,
+    code: CompiledFxGraph,
+    inputs: SymbolicInputs,
+    names: list[str],
+    outputs: int,
+    options: InductorOptions,
+    device: torch.device,
+) -> ArtifactInfo:
+    sequence = launch_sequence(code.source_code)
+    output.mkdir(parents=True)
+    kernels = collect_kernels(_globals_of(code), sequence.kernels, output)
+    aligned = set(code.inputs_to_check)
+    features = cpu_features() & _PORTABLE_FEATURES if options.portable else cpu_features()
+    info = ArtifactInfo(
+        device="cuda" if device.type == "cuda" else "cpu",
+        arch=device_arch(device),
+        cpu_features=tuple(sorted(features)) if device.type == "cpu" else (),
+        torch=torch_release(device),
+        python=python_abi(),
+        inputs=tuple(
+            InputInfo(
+                name=name,
+                dtype=str(value.dtype).removeprefix("torch."),
+                shape=inputs.spelled(value.shape),
+                stride=inputs.spelled(value.stride()),
+                aligned=at in aligned,
+            )
+            for at, (name, value) in enumerate(zip(names, inputs.tensors, strict=True))
+        ),
+        outputs=outputs,
+        lengths=tuple(LengthInfo(name=length.name, largest=length.largest) for length in inputs.lengths),
+        assumptions=inputs.assumptions(),
+        options=dataclasses.asdict(options),
+        kernels=kernels,
+    )
+    (output / SOURCE_FILE).write_text(sequence.source)
+    (output / INFO_FILE).write_text(info.model_dump_json(indent=1) + "\n")
+    return info
+
+
+def compile_region(
+    graph_module: fx.GraphModule,
+    *,
+    device: str,
+    output: Path,
+    largest: Mapping[str, int] | None = None,
+    options: InductorOptions | None = None,
+) -> CompiledRegion:
+    """Compile ``graph_module`` for ``device`` into the new folder ``output``.
+
+    The placeholders carry fake tensors in ``meta["val"]``; their dtypes, strides and symbolic sizes are
+    those of the inputs, weights included. The output is a tuple of tensors. Every symbolic size stays
+    free from 1 to ``largest`` (by name, else `LARGEST_LENGTH`); on a GPU a smaller limit lets kernels
+    index with 32 bits. The program's own symbols are never touched.
+
+    Raises `BuildError` naming the length when the code would only be right for some legal lengths, and
+    when the region cannot be kept without its compiler.
+    """
+    options = options or InductorOptions()
+    target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    started = perf_counter()
+    values = fake_values(graph_module.graph)
+    lengths = lengths_of(graph_module.graph, largest or {}, LARGEST_LENGTH)
+    settings = _settings(options, target)
+    with _workers_stopped(target):
+        code, inputs = _compile_free(graph_module, values, lengths, settings, options, target)
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+    (result,) = graph_module.graph.find_nodes(op="output")
+    info = _write(output, code, inputs, names, len(result.args[0]), options, target)  # type: ignore[arg-type]
+    size = sum(file.stat().st_size for file in output.iterdir())
+    return CompiledRegion(output, info, size, perf_counter() - started)
+
+
+def _compile_free(
+    graph_module: fx.GraphModule,
+    values: list[torch.Tensor],
+    lengths: tuple[Length, ...],
+    settings: Mapping[str, object],
+    options: InductorOptions,
+    device: torch.device,
+) -> tuple[CompiledFxGraph, SymbolicInputs]:
+    """Compile so that no legal length is excluded.
+
+    Inductor takes 32-bit indices when the tuned-for length allows it and then excludes longer ones; tuned
+    for the largest length, it takes 64-bit indices where they are needed. Hence a second attempt.
+    """
+    refusal: tuple[tuple[Length, ...], str] | None = None
+    for _ in range(2):
+        inputs = SymbolicInputs(values, lengths, device)
+        with _tracing(inputs, settings, options.attention):
+            code = _compile(_prepared(graph_module, device), inputs)
+        _check(code, inputs)
+        inputs.assumptions()
+        refusal = inputs.refused()
+        if refusal is None:
+            return code, inputs
+        lengths = at_largest(lengths, refusal[0])
+    assert refusal is not None
+    about, guard = refusal
+    raise BuildError(
+        f"the compiled region would be right only where {guard}",
+        f"keep {', '.join(length.name for length in about)} free, or lower its largest legal value",
+    )
+
+
+@contextlib.contextmanager
+def _workers_stopped(device: torch.device) -> Iterator[None]:
+    """No process that compiles kernels outlives this context."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    stop: Callable[[], None] = shutdown_compile_workers
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            stop()

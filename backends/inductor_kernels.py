@@ -1,0 +1,100 @@
+"""The binaries behind the kernels of a module that Inductor compiled in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from h3compile.errors import BuildError
+from h3compile.runtime.artifact import CubinInfo, LibraryInfo
+
+if TYPE_CHECKING:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner, StaticTritonCompileResult
+
+__all__ = ["collect_kernels"]
+
+
+def _library_of(name: str, kernel: Callable[..., None]) -> Path:
+    module = getattr(kernel, "__self__", None)
+    if not isinstance(module, ModuleType) or module.__file__ is None:
+        raise BuildError(f"the C++ kernel {name} is not in a library of its own", "lower with --backend eager")
+    return Path(module.__file__)
+
+
+def _cubin_bytes(result: StaticTritonCompileResult) -> bytes:
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from torch._inductor.runtime.triton_heuristics import triton_hash_to_path_key
+
+    kernel = result.kernel
+    if kernel.cubin_raw is not None:
+        return bytes(kernel.cubin_raw)
+    folder = Path(triton_cache_dir(result.compile_meta.get("device") or 0)) / triton_hash_to_path_key(kernel.hash)
+    return (folder / f"{kernel.name}.cubin").read_bytes()
+
+
+def cubin_info(name: str, result: StaticTritonCompileResult) -> CubinInfo:
+    """How to launch a statically launchable compile result, for the file ``name``.cubin."""
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    kernel = result.kernel
+    grid = GridExpr.from_meta(result.inductor_meta, result.config)
+    _, parameters, absent = result._get_arg_lists(kernel.arg_names, kernel.declared_constexprs)
+    passed = tuple(
+        argument
+        for at, argument in enumerate(kernel.arg_names)
+        if at not in kernel.full_constexprs and argument not in absent
+    )
+    return CubinInfo(
+        file=f"{name}.cubin",
+        entry=kernel.name,
+        warps=kernel.num_warps,
+        shared=kernel.shared,
+        argument_types=kernel.arg_tys,
+        null_arguments=int(kernel.has_global_scratch) + int(kernel.has_profile_scratch),
+        parameters=tuple(parameters),
+        passed=passed,
+        prefix=tuple(grid.prefix),
+        grid=(str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)),
+    )
+
+
+def _chosen(name: str, kernel: CachingAutotuner) -> StaticTritonCompileResult:
+    from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
+
+    results = kernel.compile_results
+    if len(results) != 1:
+        raise BuildError(f"the Triton kernel {name} has {len(results)} candidates left", "tune it at build")
+    if not isinstance(results[0], StaticTritonCompileResult):
+        raise BuildError(
+            f"the Triton kernel {name} needs Triton to be launched",
+            "keep it out of the graph, as an operator of its own",
+        )
+    return results[0]
+
+
+def collect_kernels(
+    module: Mapping[str, object], kinds: Mapping[str, str], folder: Path
+) -> dict[str, LibraryInfo | CubinInfo]:
+    """Copy the binary of every kernel in ``kinds`` into ``folder`` and say how to launch it.
+
+    ``module`` holds the globals of the module Inductor loaded. Raises `BuildError` for a kernel that
+    cannot run without its compiler.
+    """
+    found: dict[str, LibraryInfo | CubinInfo] = {}
+    for name, kind in kinds.items():
+        kernel = module[name]
+        if kind == "cpp_pybinding":
+            assert callable(kernel)
+            info: LibraryInfo | CubinInfo = LibraryInfo(file=f"{name}.so")
+            shutil.copyfile(_library_of(name, kernel), folder / info.file)
+        elif kind == "triton":
+            result = _chosen(name, kernel)  # type: ignore[arg-type]
+            info = cubin_info(name, result)
+            (folder / info.file).write_bytes(_cubin_bytes(result))
+        else:
+            raise BuildError(f"kernel {name} comes from {kind}, which cannot be kept", "lower with --backend eager")
+        found[name] = info
+    return found

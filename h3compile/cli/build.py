@@ -1,0 +1,135 @@
+"""`h3compile build`: a checkpoint goes in, an engine comes out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from h3compile.cli.console import facts, stdout
+from h3compile.cli.progress import shown
+from h3compile.cli.recipe import invalid, merged, read_recipe
+
+__all__ = ["build"]
+
+
+def build(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A checkpoint folder, or a repository in the local Hugging Face cache.  "
+            "[default: MiniMaxAI/MiniMax-H3]",
+        ),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Passes beside the default ones, comma separated; -NAME leaves one out."
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A YAML file of options; those typed here go before its own."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The device to build for; see `h3compile targets`.  [default: auto]"
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="inductor or eager.  [default: inductor]")
+    ] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N", help="Grid points of a schedule to fold; repeat for more schedules.  [default: 50]"
+        ),
+    ] = None,
+    partition: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="transformer (text and key frames) or transformer_ref (references); repeat for both.  "
+            "[default: transformer]",
+        ),
+    ] = None,
+    weightless: Annotated[
+        bool | None, typer.Option("--weightless", help="Graphs only: no weight is read or written.")
+    ] = None,
+    link: Annotated[
+        bool | None, typer.Option("--link", help="Point at the checkpoint's weights instead of copying them.")
+    ] = None,
+    overwrite: Annotated[
+        bool | None, typer.Option("--overwrite", help="Replace an engine that is there.")
+    ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the program before and after every pass to this folder."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PASS", help="A pass that may match nothing; repeat for more."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="ENGINE", help="The folder to write, NAME.h3e.")
+    ] = None,
+) -> None:
+    """Compile a checkpoint into an engine.
+
+    Nothing is loaded but the weights of one block at a time, so the machine needs a fraction of the
+    checkpoint's size in memory. For a device that is not in the machine everything but the last lowering
+    is done, and `h3compile finalize` ends it there.
+
+    \b
+    The released model, for this machine:
+      h3compile build -o h3.h3e
+    For another machine, without one of the default passes:
+      h3compile build --target b300 --passes -fold-schedule -o h3.h3e
+    Schedules of 50 and of 8 grid points, both partitions:
+      h3compile build --steps 50 --steps 8 --partition transformer --partition transformer_ref -o h3.h3e
+    From a recipe, whose keys are these options, with lists for partitions, steps and allow:
+      h3compile build --recipe h3.yaml --target h200
+    """
+    from pydantic import ValidationError
+
+    from h3compile.build import BuildConfig
+    from h3compile.build import build as compile_model
+
+    typed: dict[str, object] = {
+        "model": model,
+        "passes": passes,
+        "target": target,
+        "backend": backend,
+        "steps": steps,
+        "partitions": partition,
+        "weightless": weightless,
+        "link": link,
+        "overwrite": overwrite,
+        "dump": dump,
+        "allow": allow,
+        "output": output,
+    }
+    options = merged(read_recipe(recipe, BuildConfig.model_fields) if recipe else {}, typed)
+    try:
+        config = BuildConfig.model_validate(options)
+    except ValidationError as error:
+        raise invalid(error) from error
+    begun = time.monotonic()
+    with shown() as progress:
+        engine = compile_model(**{name: getattr(config, name) for name in options}, progress=progress)
+    manifest = engine.manifest
+    rows = [
+        ("engine", str(engine.path)),
+        ("digest", engine.digest),
+        ("target", f"{manifest.target} ({manifest.arch}), {manifest.backend}"),
+        ("passes", ", ".join(record.spelled for record in manifest.passes) or "none"),
+        ("report", str(engine.path / "report.html")),
+        ("took", f"{time.monotonic() - begun:.1f} s"),
+    ]
+    if manifest.pending:
+        rows.append(("to do", f"on a machine with {manifest.target}: h3compile finalize {engine.path}"))
+    stdout().print(facts(rows))

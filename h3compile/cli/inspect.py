@@ -1,0 +1,198 @@
+"""`h3compile inspect`: what an engine holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from h3compile.cli.console import facts, stdout, table
+from h3compile.errors import H3CompileError, nearest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from h3compile.engine.loader import EngineFolder
+    from h3compile.engine.manifest import Manifest, PortRecord, RegionRecord
+    from h3compile.program.region import Region
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="The engine, NAME.h3e.")],
+    region: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show one region: ports, operators, calls.")
+    ] = None,
+    ir: Annotated[
+        bool, typer.Option("--ir", help="Print the graph: of --region, or of every region.")
+    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compute the digest of every file first.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Show what an engine holds.
+
+    Its configuration, its regions and their calls, the passes, the weights by stage, and the sizes.
+
+    \b
+      h3compile inspect h3.h3e
+      h3compile inspect h3.h3e --region block
+      h3compile inspect h3.h3e --region block --ir
+      h3compile inspect h3.h3e --verify
+    """
+    from h3compile.engine.loader import open_engine
+    from h3compile.program.printer import print_region
+
+    folder = open_engine(engine, verify=verify)
+    console = stdout()
+    chosen = folder.manifest.regions if region is None else (_find(folder.manifest, region),)
+    if json:
+        print(folder.manifest.encode().decode(), end="")
+    elif ir:
+        for record in chosen:
+            print(print_region(_read(folder, record)))
+    elif region is None:
+        _print_engine(console, folder)
+    else:
+        _print_region(console, folder, chosen[0])
+    if verify and not json:
+        console.print("every digest is right")
+
+
+def _find(manifest: Manifest, name: str) -> RegionRecord:
+    for record in manifest.regions:
+        if record.name == name:
+            return record
+    raise H3CompileError(f"no region is called {name!r}", nearest(name, (r.name for r in manifest.regions)))
+
+
+def _read(folder: EngineFolder, record: RegionRecord) -> Region:
+    from h3compile.program.serialize import region_from_json
+
+    return region_from_json(folder.read_text(record.graph))
+
+
+def _print_engine(console: Console, folder: EngineFolder) -> None:
+    from h3compile.quality.summary import artifact_size, folder_sizes, operators, weights_by_stage
+    from h3compile.quality.units import forwards, size
+
+    manifest = folder.manifest
+    files = {name: record.size for name, record in manifest.files.items()}
+    config = ", ".join(f"{key}={value}" for key, value in manifest.model_config_values.items())
+    rows = [
+        ("engine", str(folder.path)),
+        ("digest", folder.digest),
+        ("fingerprint", manifest.fingerprint),
+        ("model", f"{manifest.model}, {manifest.dtype}"),
+        ("configuration", config),
+        ("target", f"{manifest.target} ({manifest.arch}), {manifest.backend}"),
+        ("schedules", "; ".join(forwards(steps) for steps in manifest.schedules) or "none folded"),
+        ("weights", manifest.weights),
+        ("components", manifest.model_path or "not recorded: run takes --model"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+    ]
+    if manifest.pending:
+        rows.append(
+            ("pending", f"{', '.join(manifest.pending)}: run h3compile finalize on {manifest.target}")
+        )
+    console.print(facts(rows))
+    console.print()
+    console.print(
+        table(
+            "regions, in the order of their first call",
+            ("region", "stage", "calls", "operators", "inputs", "outputs", "artifact"),
+            (
+                (
+                    record.name,
+                    _stages(manifest, record),
+                    str(sum(call.region == record.name for call in manifest.calls)),
+                    str(operators(_read(folder, record)).total()),
+                    ", ".join(port.name for port in record.inputs),
+                    ", ".join(port.name for port in record.outputs),
+                    size(artifact_size(record, files)) if record.artifact else "graph only",
+                )
+                for record in _by_call(manifest)
+            ),
+            numbers=("calls", "operators", "artifact"),
+        )
+    )
+    console.print(
+        table(
+            "passes, in order",
+            ("pass", "tier", "matches"),
+            ((done.spelled, done.tier, _counts(done.matches)) for done in manifest.passes),
+        )
+    )
+    console.print(
+        table(
+            "weights by the stage that reads them",
+            ("partition", "stage", "bytes"),
+            (
+                (name, stage, size(nbytes))
+                for name, partition in manifest.partitions.items()
+                for stage, nbytes in weights_by_stage(manifest, partition).items()
+            ),
+            numbers=("bytes",),
+        )
+    )
+    console.print(
+        table(
+            "files",
+            ("below", "files", "bytes"),
+            ((name, str(count), size(nbytes)) for name, (count, nbytes) in folder_sizes(files).items()),
+            numbers=("files", "bytes"),
+        )
+    )
+
+
+def _print_region(console: Console, folder: EngineFolder, record: RegionRecord) -> None:
+    from h3compile.quality.summary import operators
+
+    manifest = folder.manifest
+    kinds = (("input", record.inputs), ("weight", record.weights), ("output", record.outputs))
+    console.print(
+        table(
+            f"region {record.name}",
+            ("kind", "name", "dtype", "shape"),
+            ((kind, port.name, port.dtype, _shape(port)) for kind, ports in kinds for port in ports),
+        )
+    )
+    counts = operators(_read(folder, record)).most_common()
+    console.print(
+        table("operators", ("operator", "count"), ((name, str(n)) for name, n in counts), numbers=("count",))
+    )
+    console.print(
+        table(
+            "calls",
+            ("call", "stage", "reads", "gives", "weights"),
+            (
+                (
+                    str(call.index),
+                    call.stage,
+                    ", ".join(call.inputs),
+                    ", ".join(call.outputs),
+                    call.range or "none",
+                )
+                for call in manifest.calls
+                if call.region == record.name
+            ),
+        )
+    )
+
+
+def _by_call(manifest: Manifest) -> list[RegionRecord]:
+    order = list(dict.fromkeys(call.region for call in manifest.calls))
+    return sorted(manifest.regions, key=lambda record: order.index(record.name))
+
+
+def _stages(manifest: Manifest, record: RegionRecord) -> str:
+    return ", ".join(dict.fromkeys(call.stage for call in manifest.calls if call.region == record.name))
+
+
+def _counts(matches: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in matches.items()) or "none"
+
+
+def _shape(port: PortRecord) -> str:
+    return f"[{', '.join(str(dim) for dim in port.shape)}]"

@@ -1,0 +1,143 @@
+"""The manager: orders passes, runs them, and trusts none of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from h3compile.errors import BuildError
+from h3compile.pipeline.base import Pass, Rewrite, Tier
+from h3compile.pipeline.instruments import Instrument
+from h3compile.program.printer import count_ops
+from h3compile.program.program import Program
+from h3compile.program.verifier import VerificationError, verify
+from h3compile.targets import Target
+
+__all__ = ["Manager", "PassRun", "order"]
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """What one pass did: matches by kind, and operators (each region counted once) before and after."""
+
+    name: str
+    spelled: str
+    tier: Tier
+    seconds: float
+    matches: dict[str, int]
+    ops_before: Counter[str]
+    ops_after: Counter[str]
+    regions_before: int
+    regions_after: int
+
+
+def order(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes in the one order their declarations allow; ties go by name, never by how they were typed.
+
+    Raises `BuildError` when a required pass is missing, two passes conflict, one is there twice, or
+    the declarations contradict each other.
+    """
+    known = {item.name: item for item in passes}
+    if len(known) != len(passes):
+        twice = next(name for name, n in Counter(p.name for p in passes).items() if n > 1)
+        raise BuildError(f"pass {twice!r} is there twice", "name it once")
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(known)
+    for item in passes:
+        for needed in item.requires:
+            if needed not in known:
+                raise BuildError(f"pass {item.name!r} needs {needed!r}", f"add {needed}, or take out {item.name}")
+            graph.add_edge(needed, item.name)
+        for other in item.after:
+            if other in known:
+                graph.add_edge(other, item.name)
+        for other in item.conflicts:
+            if other in known:
+                raise BuildError(f"passes {item.name!r} and {other!r} exclude each other", "take one of them out")
+    try:
+        return [known[name] for name in nx.lexicographical_topological_sort(graph)]
+    except nx.NetworkXUnfeasible as error:
+        cycle = " -> ".join(source for source, _ in nx.find_cycle(graph))
+        raise BuildError(f"the passes {cycle} each want to run before the next", "take one of them out") from error
+
+
+class Manager:
+    """Runs passes in order and checks the program after every one of them.
+
+    A pass whose matches differ from what the model's facts predict fails the build, and so does one
+    that matched nothing, unless it is named in ``allow_unmatched``.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        *,
+        instruments: Sequence[Instrument] = (),
+        allow_unmatched: Collection[str] = (),
+    ) -> None:
+        self.passes = order(passes)
+        self._instruments = instruments
+        self._allow_unmatched = frozenset(allow_unmatched)
+
+    def run(self, program: Program, target: Target) -> tuple[Program, tuple[PassRun, ...]]:
+        """The program after all passes, verified, and what each of them did.
+
+        Raises `VerificationError` naming the pass that broke the program, `BuildError` when matches are
+        not as expected.
+        """
+        program = verify(program)
+        runs: list[PassRun] = []
+        for number, item in enumerate(self.passes):
+            for instrument in self._instruments:
+                instrument.before(number, item, program)
+            start = time.perf_counter()
+            rewrite = item.apply(program, target)
+            seconds = time.perf_counter() - start
+            after = self._checked(item, program, rewrite)
+            run = PassRun(
+                item.name,
+                item.spelled(),
+                item.tier,
+                seconds,
+                rewrite.counts(),
+                count_ops(program),
+                count_ops(after),
+                len(program.regions),
+                len(after.regions),
+            )
+            runs.append(run)
+            for instrument in self._instruments:
+                instrument.after(number, item, after)
+            program = after
+        return program, tuple(runs)
+
+    def _checked(self, item: Pass, before: Program, rewrite: Rewrite) -> Program:
+        if item.level is not None and rewrite.program.level != item.level:
+            raise VerificationError(f"pass {item.name!r} left the program at level {rewrite.program.level.name}")
+        if rewrite.program.facts is not before.facts or rewrite.program.outputs != before.outputs:
+            raise VerificationError(f"pass {item.name!r} changed what the program computes for whom")
+        try:
+            after = verify(rewrite.program)
+        except VerificationError as error:
+            raise VerificationError(f"pass {item.name!r} broke the program ({error.cause})") from error
+        for value in before.outputs:
+            if before.port_of(value) != after.port_of(value) and before.level == after.level:
+                raise VerificationError(
+                    f"pass {item.name!r} changed output {before.port_of(value)} to {after.port_of(value)}"
+                )
+        counts = rewrite.counts()
+        for kind, expected in item.expects(before.facts).items():
+            if counts.get(kind, 0) != expected:
+                raise BuildError(
+                    f"pass {item.name!r} matched {counts.get(kind, 0)} {kind} where this model has {expected}",
+                    f"report this, or build with --passes=-{item.name}",
+                )
+        if not counts and item.name not in self._allow_unmatched:
+            raise BuildError(
+                f"pass {item.name!r} matched nothing", f"take it out, or allow it with --allow-unmatched {item.name}"
+            )
+        return after

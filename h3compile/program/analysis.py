@@ -1,0 +1,83 @@
+"""Stage analysis: one forward walk that follows the inputs through every region."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from h3compile.program.cut import returned
+from h3compile.program.program import Call, Program
+from h3compile.program.region import Region
+from h3compile.program.stages import Stage, join
+
+__all__ = ["Marks", "execution_stages", "mark"]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The stage of every node and every value of a program.
+
+    A region called several times has one mark a node: the join over its calls.
+    """
+
+    nodes: Mapping[str, Mapping[str, Stage]]
+    values: Mapping[str, Stage]
+
+    def call(self, call: Call) -> Stage:
+        """When a call runs: the join over everything it computes."""
+        return join(self.nodes[call.region].values())
+
+
+def mark(program: Program) -> Marks:
+    """The stages of ``program``, a fixed point over its calls."""
+    values: dict[str, Stage] = dict(program.input_stages)
+    entering: dict[str, list[Stage]] = {
+        name: [Stage.BUILD] * len(region.inputs) for name, region in program.regions.items()
+    }
+    nodes = {name: _walk(region, entering[name]) for name, region in program.regions.items()}
+    changed = True
+    while changed:
+        changed = False
+        for call in program.calls:
+            region = program.regions[call.region]
+            joined = [
+                stage | values[value]
+                for stage, value in zip(entering[call.region], call.inputs, strict=True)
+            ]
+            if joined != entering[call.region]:
+                entering[call.region] = joined
+                nodes[call.region] = _walk(region, joined)
+                changed = True
+            stages = nodes[call.region]
+            for value, source in zip(call.outputs, returned(region.graph), strict=True):
+                if values.get(value) is not stages[source.name]:
+                    values[value] = stages[source.name]
+                    changed = True
+    return Marks(nodes, values)
+
+
+def execution_stages(program: Program) -> dict[str, Stage]:
+    """When each call runs, by call name.
+
+    That is its own stage, or a later one where it waits for a value of a later call: the refiner is
+    request work, but until `hoist` its input is computed by a region that runs in the step.
+    """
+    marks = mark(program)
+    values: dict[str, Stage] = {port.name: Stage.BUILD for port in program.inputs}
+    stages: dict[str, Stage] = {}
+    for call in program.calls:
+        stage = join((marks.call(call), *(values[value] for value in call.inputs)))
+        stages[call.name] = stage
+        values |= dict.fromkeys(call.outputs, stage)
+    return stages
+
+
+def _walk(region: Region, inputs: list[Stage]) -> dict[str, Stage]:
+    feed = iter(inputs)
+    marks: dict[str, Stage] = {}
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            marks[node.name] = next(feed, Stage.BUILD)  # weights come after the inputs
+        elif node.op == "call_function":
+            marks[node.name] = join(marks[source.name] for source in node.all_input_nodes)
+    return marks

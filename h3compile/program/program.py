@@ -1,0 +1,87 @@
+"""The program: what is compiled."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from h3compile.program.facts import ModelFacts
+from h3compile.program.region import Port, Region
+from h3compile.program.stages import Stage
+from h3compile.program.weights import Weight
+
+__all__ = ["Call", "Level", "Program"]
+
+
+class Level(enum.IntEnum):
+    """How far a program has come; each level has its own list of legal operators."""
+
+    TRACED = 0  # one region, straight from torch.export
+    CANONICAL = 1  # one region, nothing in it that computes nothing
+    OUTLINED = 2  # repeated blocks are one region each
+
+
+@dataclass(frozen=True)
+class Call:
+    """One execution of a region: which values go in, with which weights, and what they are called after.
+
+    ``inputs``, ``weights`` and ``outputs`` are names of program values and of entries of the weight
+    table, in the order of the region's ports. ``index`` counts the calls of one region from 0.
+    """
+
+    region: str
+    index: int
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """``region.index``, unique in a program."""
+        return f"{self.region}.{self.index}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Regions, the calls that execute them in order, and a table of lazy weights.
+
+    Values are single-assignment: a program input, or an output of exactly one earlier call. ``schedule``
+    names the values folded into tables: each has one row (or equal group of rows) per timestep.
+    """
+
+    facts: ModelFacts
+    regions: Mapping[str, Region]
+    calls: tuple[Call, ...]
+    outputs: tuple[str, ...]
+    weights: Mapping[str, Weight]
+    level: Level = Level.TRACED
+    tables: tuple[str, ...] = field(default=())
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """The model's tensor inputs, in declared order."""
+        return tuple(Port(fact.name, fact.dtype, fact.shape) for fact in self.facts.inputs)
+
+    @property
+    def input_stages(self) -> dict[str, Stage]:
+        """The stage of every input, as the facts declare it."""
+        return {fact.name: fact.stage for fact in self.facts.inputs}
+
+    def calls_of(self, region: str) -> tuple[Call, ...]:
+        """The calls of one region, in order."""
+        return tuple(call for call in self.calls if call.region == region)
+
+    def port_of(self, value: str) -> Port:
+        """The port that defines ``value``: a program input or the output of a call."""
+        for port in self.inputs:
+            if port.name == value:
+                return port
+        for call in self.calls:
+            if value in call.outputs:
+                return self.regions[call.region].outputs[call.outputs.index(value)]
+        raise KeyError(value)
+
+    def evolve(self, **changes: object) -> Program:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)  # type: ignore[arg-type]

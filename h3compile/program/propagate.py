@@ -1,0 +1,128 @@
+"""Shape and dtype propagation: every node of a region gets a fake tensor in ``meta["val"]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from h3compile.program.dims import evaluate_dim
+from h3compile.program.facts import Dim
+from h3compile.program.region import Port, Region
+
+__all__ = ["DimSpecialized", "fake_inputs", "port_of", "propagate", "retarget"]
+
+
+class DimSpecialized(Exception):
+    """An operator would only work for one value of a dimension that must stay free."""
+
+
+class _Symbols:
+    """The symbolic sizes of one propagation, and the way back from symbols to names."""
+
+    def __init__(self, dims: Iterable[Dim]) -> None:
+        # No duck shaping: two dims with equal hints are still two dims. No specialization on 0 and 1:
+        # one text row and one timestep are legal.
+        self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.sizes: dict[str, torch.SymInt] = {}
+        self.names: dict[str, str] = {}
+        for dim in dims:
+            source = ConstantSource(dim.name)
+            symbol = self.env.create_symbol(
+                dim.hint,
+                source,
+                dynamic_dim=DimDynamic.DYNAMIC,
+                constraint_dim=None,
+                do_not_specialize_zero_one=True,
+            )
+            size = self.env.create_symintnode(symbol, hint=dim.hint, source=source)
+            assert isinstance(size, torch.SymInt)
+            self.sizes[dim.name] = size
+            self.names[str(symbol)] = dim.name
+
+    def fake(self, port: Port, device: torch.device) -> torch.Tensor:
+        shape = [evaluate_dim(dim, self.sizes) for dim in port.shape]
+        with self.mode:
+            return torch.empty(shape, dtype=port.dtype, device=device)
+
+    def check(self, where: str) -> None:
+        for symbol, value in self.env.replacements.items():
+            name = self.names.get(str(symbol), str(symbol))
+            raise DimSpecialized(f"{where} fixes the length {name} to {value}")
+
+
+def _spell(size: int | torch.SymInt, names: Mapping[str, str]) -> int | str:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if expression.is_number:
+        return int(expression)
+    text = str(expression)
+    # Longest first, so that s1 is not replaced inside s10.
+    for symbol in sorted(names, key=len, reverse=True):
+        text = text.replace(symbol, names[symbol])
+    return text
+
+
+def port_of(name: str, value: torch.Tensor, names: Mapping[str, str]) -> Port:
+    """The port that describes a fake tensor; ``names`` maps shape symbols to dimension names."""
+    return Port(name, value.dtype, tuple(_spell(size, names) for size in value.shape))
+
+
+def fake_inputs(region: Region, dims: Iterable[Dim], device: str = "cpu") -> tuple[list[torch.Tensor], _Symbols]:
+    """Fake tensors for every placeholder of ``region``, and the symbols they share."""
+    symbols = _Symbols(dims)
+    return [symbols.fake(port, torch.device(device)) for port in region.placeholders], symbols
+
+
+def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Region:
+    """``region`` with fresh fake values at every node, and its output ports as they come out.
+
+    Every dimension stays symbolic. The graph is copied, never edited; device constants in it are
+    rewritten to ``device``. Raises `DimSpecialized` when an operator pins a length, and whatever the
+    operators raise when shapes or dtypes do not fit.
+    """
+    inputs, symbols = fake_inputs(region, dims, device)
+    graph = retarget(region.graph, device)
+    values: dict[fx.Node, object] = {}
+    feed = iter(inputs)
+    outputs: tuple[Port, ...] = ()
+    with symbols.mode:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(feed)
+            elif node.op == "call_function":
+                args = fx.node.map_arg(node.args, values.__getitem__)
+                kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+                symbols.check(f"{node.name} ({node.target})")
+            else:
+                outputs = tuple(
+                    port_of(port.name, values[source], symbols.names)  # type: ignore[arg-type]
+                    for port, source in zip(region.outputs, node.args[0], strict=True)
+                )
+                continue
+            node.meta["val"] = values[node]
+            if isinstance(values[node], torch.Tensor):
+                node.meta["port"] = port_of(node.name, values[node], symbols.names)
+    return Region(region.name, graph, region.inputs, region.weights, outputs)
+
+
+def retarget(graph: fx.Graph, device: str) -> fx.Graph:
+    """A copy of ``graph`` whose operators create their tensors on ``device``."""
+    copy = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            copy.output(fx.node.map_arg(node.args[0], mapping.__getitem__))
+            continue
+        clone = copy.node_copy(node, mapping.__getitem__)
+        mapping[node] = clone
+        if "device" in clone.kwargs:
+            clone.kwargs = {**clone.kwargs, "device": torch.device(device)}
+    return copy

@@ -1,0 +1,52 @@
+"""Sums over an engine's manifest that people want to see: bytes by stage, by region, by folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from h3compile.engine.manifest import Manifest, PartitionRecord, RegionRecord
+from h3compile.program.region import Region
+from h3compile.program.serialize import op_name
+
+__all__ = ["artifact_size", "folder_sizes", "operators", "weights_by_stage"]
+
+
+def operators(region: Region) -> Counter[str]:
+    """How often each operator stands in a region's graph."""
+    return Counter(op_name(node.target) for node in region.graph.nodes if node.op == "call_function")
+
+
+def weights_by_stage(manifest: Manifest, partition: PartitionRecord) -> dict[str, int]:
+    """Bytes of a partition's weights by the stage of the call that reads them, alignment included.
+
+    ``schedule`` weights stay cold: they are read only to evaluate a timestep that no table holds. A range
+    that several calls bind counts once, in the stage that reads it most often.
+    """
+    order = {"schedule": 0, "request": 1, "step": 2}
+    stages: dict[str, str] = {}
+    for call in manifest.calls:
+        if call.range in partition.ranges and order[call.stage] >= order[stages.get(call.range, "schedule")]:
+            stages[call.range] = call.stage
+    totals: Counter[str] = Counter()
+    for name, record in partition.ranges.items():
+        totals[stages.get(name, "unused")] += record.nbytes
+    return {stage: totals[stage] for stage in ("step", "request", "schedule", "unused") if totals[stage]}
+
+
+def artifact_size(region: RegionRecord, files: Mapping[str, int]) -> int:
+    """Bytes of a region's lowered artifact, file or folder; 0 before it is lowered."""
+    if region.artifact is None:
+        return 0
+    path = region.artifact.path.rstrip("/")
+    return sum(size for name, size in files.items() if name == path or name.startswith(f"{path}/"))
+
+
+def folder_sizes(files: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Number and bytes of the files below each top folder; files beside it go by their own name."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, size in sorted(files.items()):
+        top = f"{name.split('/')[0]}/" if "/" in name else name
+        count, total = found.get(top, (0, 0))
+        found[top] = (count + 1, total + size)
+    return found

@@ -1,0 +1,98 @@
+"""From a region of an engine to something that can be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from h3compile.engine.manifest import FileRecord, RegionRecord
+from h3compile.errors import EngineError
+from h3compile.program.propagate import retarget
+from h3compile.program.region import Region
+from h3compile.program.serialize import region_from_json
+from h3compile.runtime.pool import Pool
+
+if TYPE_CHECKING:
+    from h3compile.engine.loader import EngineFolder
+
+__all__ = ["Executor", "eager", "executor_for"]
+
+Run = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+
+
+class Executor:
+    """A region ready to run: its inputs, then its weights, in the order of its ports; a tuple comes out."""
+
+    def __init__(self, name: str, run: Run) -> None:
+        self.name = name
+        self._run = run
+
+    def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return self._run(arguments)
+
+
+def eager(region: Region, device: torch.device) -> Executor:
+    """``region`` operator by operator on ``device``; whatever device its graph was traced for."""
+    graph = retarget(region.graph, str(device))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+
+    def run(arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = module(*arguments)
+        return outputs
+
+    return Executor(region.name, run)
+
+
+def executor_for(
+    folder: EngineFolder, region: RegionRecord, device: torch.device, pool: Pool, *, interpret: bool
+) -> Executor:
+    """The executor of ``region`` on ``device``, shared through ``pool`` by the digest of its files.
+
+    The artifact where the engine has one; the graph, eagerly, where it has none or ``interpret`` asks
+    for it: schedule-stage regions are always interpreted, so that a table row evaluated now has the bits
+    of one evaluated at build. Raises `EngineError` for an artifact of a backend this version does not run.
+    """
+    artifact = region.artifact
+    if artifact is None or interpret:
+        key = ("graph", str(device), *_digests(folder.manifest.files, region.graph))
+        return pool.share(key, Executor, lambda: _interpreted(folder, region, device))
+    if artifact.backend != "inductor":
+        raise EngineError(
+            f"region {region.name} was lowered by {artifact.backend!r}, which this version does not run",
+            "upgrade h3compile or rebuild the engine",
+        )
+    key = ("artifact", str(device), *_digests(folder.manifest.files, artifact.path))
+    path = folder.path / artifact.path
+
+    def load() -> Executor:
+        # Here and not above: an engine without artifacts needs nothing of Inductor.
+        from h3compile.runtime.artifact import load_artifact
+
+        return Executor(region.name, load_artifact(path, device))
+
+    return pool.share(key, Executor, load)
+
+
+def _interpreted(folder: EngineFolder, record: RegionRecord, device: torch.device) -> Executor:
+    try:
+        region = region_from_json(folder.read_text(record.graph))
+    except ValueError as error:
+        raise EngineError(f"{record.graph} cannot be read ({error})", "rebuild the engine") from error
+    ports = (len(region.inputs), len(region.weights), len(region.outputs))
+    if ports != (len(record.inputs), len(record.weights), len(record.outputs)):
+        raise EngineError(f"{record.graph} does not have the ports engine.json names", "rebuild the engine")
+    return eager(region, device)
+
+
+def _digests(files: Mapping[str, FileRecord], path: str) -> tuple[str, ...]:
+    """Digests of the file ``path``, or of every file below the folder ``path``, with their names in it."""
+    found = [
+        f"{name.removeprefix(path)}={record.sha256}"
+        for name, record in sorted(files.items())
+        if name == path or name.startswith(f"{path}/")
+    ]
+    if not found:
+        raise EngineError(f"engine.json names {path} and lists no such file", "rebuild the engine")
+    return tuple(found)

@@ -1,0 +1,40 @@
+"""Small facts about tensors in memory that the runtime's modules share."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["aligned", "gib", "nbytes", "same_bits"]
+
+# Kernels peel unaligned heads off their loops: one alignment everywhere keeps one order of summation.
+_ALIGNMENT = 64
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself if it starts at a multiple of 64 bytes, else a copy with equal strides that does."""
+    if tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one device are equal bit for bit: NaN equals itself, and -0.0 is not 0.0.
+
+    On a GPU this waits for the device.
+    """
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    integer = _INTEGERS[left.itemsize]
+    return torch.equal(left.view(integer), right.view(integer))
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    """Bytes of all ``tensors`` together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def gib(count: int) -> str:
+    """``count`` bytes for a message, in GiB."""
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,110 @@
+"""The small loop that executes a program: call after call, each value freed after its last use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from h3compile.runtime.executors import Executor
+
+__all__ = ["BoundCall", "Check", "Reads", "Runner", "last_reads"]
+
+# Called wherever work may stop; raises `Interrupted` to make it stop.
+Check = Callable[[], None]
+
+# How many calls the host may enqueue before it waits for the first of them on the device. Without a
+# bound it would enqueue a whole forward in milliseconds, and a stop would wait seconds for the device.
+RUN_AHEAD = 4
+
+
+class Reads(Protocol):
+    """Something with a list of values that it reads."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+
+class Source(Protocol):
+    """Values that are produced when asked for; each is asked for once a run."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """One execution of a region with its weights bound."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    executor: Executor
+    weights: tuple[torch.Tensor, ...]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+        """The outputs by name."""
+        return zip(self.outputs, self.executor([*inputs, *self.weights]), strict=True)
+
+
+def last_reads(calls: Sequence[Reads], kept: Collection[str] = ()) -> list[tuple[str, ...]]:
+    """For every call the values that no later call reads, without those that are ``kept``."""
+    last = {name: index for index, call in enumerate(calls) for name in call.inputs}
+    dead: list[list[str]] = [[] for _ in calls]
+    for name, index in last.items():
+        if name not in kept:
+            dead[index].append(name)
+    return [tuple(names) for names in dead]
+
+
+class Runner:
+    """Executes ``calls`` in order and returns ``outputs``."""
+
+    def __init__(self, calls: Sequence[BoundCall], outputs: Sequence[str], device: torch.device) -> None:
+        self._calls = tuple(calls)
+        self._outputs = tuple(outputs)
+        self._dead = last_reads(self._calls, self._outputs)
+        self._read = {name for call in self._calls for name in call.inputs} | set(self._outputs)
+        self._device = device
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], source: Source, check: Check
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs, from the values ``given`` and, for values in neither these nor a call, ``source``.
+
+        ``check`` is called before every call.
+        """
+        values = dict(given)
+        pace = _Pace(self._device)
+        for call, dead in zip(self._calls, self._dead, strict=True):
+            check()
+            for name in call.inputs:
+                if name not in values:
+                    values[name] = source[name]
+            inputs = [values[name] for name in call.inputs]
+            # Before the call, so that an executor which consumes its inputs can free them early.
+            for name in dead:
+                del values[name]
+            values.update((name, value) for name, value in call.run(inputs) if name in self._read)
+            del inputs
+            pace.advance()
+        check()
+        return tuple(values[name] if name in values else source[name] for name in self._outputs)
+
+
+class _Pace:
+    """Keeps the host at most `RUN_AHEAD` calls ahead of a GPU; does nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: deque[torch.cuda.Event] | None = deque() if device.type == "cuda" else None
+
+    def advance(self) -> None:
+        if self._events is None:
+            return
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._events.append(event)
+        if len(self._events) > RUN_AHEAD:
+            self._events.popleft().synchronize()

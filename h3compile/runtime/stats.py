@@ -1,0 +1,30 @@
+"""What a loaded engine has done and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass
+class Stats:
+    """Counters since the engine was loaded, and the bytes it holds now.
+
+    A request hit is a forward whose request-stage values were all kept from the forward before. Table hits
+    and misses count distinct timesteps a forward: a miss was evaluated from the cold weights.
+    """
+
+    forwards: int = 0
+    request_hits: int = 0
+    request_misses: int = 0
+    table_hits: int = 0
+    table_misses: int = 0
+    bytes_weights: int = 0  # shared ranges are counted by every module that uses them
+    bytes_tables: int = 0
+    bytes_request: int = 0
+
+    @property
+    def bytes_resident(self) -> int:
+        """Everything the module keeps between forwards, in bytes."""
+        return self.bytes_weights + self.bytes_tables + self.bytes_request

@@ -1,0 +1,261 @@
+"""Modulation tables: schedule-stage values by the exact bits of t."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from h3compile.engine.manifest import PortRecord
+from h3compile.errors import EngineError, H3CompileError
+from h3compile.program.dims import evaluate_dim
+from h3compile.program.serialize import parse_dtype
+from h3compile.runtime.fold import ScheduleCall, fold
+from h3compile.runtime.memory import gib, nbytes
+from h3compile.runtime.runner import Check
+from h3compile.runtime.stats import Stats
+from h3compile.runtime.timesteps import to_bits
+
+__all__ = ["MANY_TIMESTEPS", "TABLE_BYTES", "ModulationTables", "RowStream", "TableGroup", "group_tables"]
+
+# Distinct timesteps in one forward beyond which tables are evaluated block by block and not kept. A
+# request has 1 to 4; only a mask that gives rows their own t has more, and then up to every row. At
+# 16 the tables of 50 real blocks take 155 MB; at 37,760 they would take 365 GB.
+MANY_TIMESTEPS = 16
+
+# What timesteps evaluated after the build may occupy: 110 of them at real size, so any 50-step request.
+TABLE_BYTES = 1 << 30
+
+# One timestep's rows: for each group of equally shaped values one [count, g, ...] tensor.
+_Entry = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Table values of one dtype and of one shape ``[g, ...]`` a timestep."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one timestep."""
+        return len(self.names) * torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def group_tables(ports: Iterable[PortRecord], dim: str) -> tuple[TableGroup, ...]:
+    """Groups the ports of table values; ``dim`` is the dimension that counts timesteps.
+
+    Raises `EngineError` for a value whose first dimension is not a multiple of it alone.
+    """
+    groups: dict[tuple[torch.dtype, tuple[int, ...]], list[str]] = {}
+    for port in ports:
+        try:
+            one, two = ([evaluate_dim(size, {dim: count}) for size in port.shape] for count in (1, 2))
+        except ValueError as error:
+            raise EngineError(f"table {port.name} does not depend on the timesteps alone ({error})") from error
+        if not one or two != [2 * one[0], *one[1:]]:
+            raise EngineError(f"table {port.name} of shape {port.shape} is not row by row in {dim}")
+        groups.setdefault((parse_dtype(port.dtype), tuple(one)), []).append(port.name)
+    return tuple(TableGroup(tuple(names), dtype, shape) for (dtype, shape), names in groups.items())
+
+
+class ModulationTables:
+    """The rows of every table value, for timesteps folded at build and for those seen since.
+
+    ``calls`` are all schedule-stage calls, ``timestep`` the port of the input that carries t. ``cold``
+    opens access to the calls' weights by call name. ``folded`` is what the engine holds: bit patterns
+    and, call by call, tables [T, g, ...]; folded rows stay. Rows evaluated later are kept while they fit
+    into ``budget`` bytes, the least recently used leaving first.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[ScheduleCall],
+        timestep: PortRecord,
+        groups: Sequence[TableGroup],
+        *,
+        cold: Callable[[], AbstractContextManager[Callable[[str], Sequence[torch.Tensor]]]],
+        device: torch.device,
+        stats: Stats,
+        folded: tuple[Sequence[int], Iterable[tuple[str, Mapping[str, torch.Tensor]]]] = ((), ()),
+        budget: int = TABLE_BYTES,
+    ) -> None:
+        self._calls = tuple(calls)
+        self._timestep = timestep
+        self._groups = tuple(groups)
+        self._places = {
+            name: (group, place)
+            for group, record in enumerate(groups)
+            for place, name in enumerate(record.names)
+        }
+        self._cold = cold
+        self._device = device
+        self._stats = stats
+        self._budget = budget
+        self._entry_bytes = sum(group.nbytes for group in groups)
+        self._folded = self._absorb(*folded) if folded[0] else {}
+        self._kept: OrderedDict[int, _Entry] = OrderedDict()
+        self._last: tuple[tuple[int, ...], dict[str, torch.Tensor]] = ((), {})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows held, the last step's assembled tables included."""
+        entries = len(self._folded) + len(self._kept)
+        return entries * self._entry_bytes + (nbytes(*self._last[1].values()) if len(self._last[0]) > 1 else 0)
+
+    def select(self, timesteps: Sequence[float], check: Check) -> Mapping[str, torch.Tensor] | RowStream:
+        """Every table value for one forward, by name: `rows`, or `stream` beyond `MANY_TIMESTEPS`."""
+        if len(timesteps) > MANY_TIMESTEPS:
+            return self.stream(timesteps, check)
+        return self.rows(timesteps, check)
+
+    def rows(self, timesteps: Sequence[float], check: Check = lambda: None) -> dict[str, torch.Tensor]:
+        """Every table value [M * g, ...], contiguous, for these M timesteps in this order.
+
+        Timesteps never seen are evaluated together, one pass over the cold weights, and kept.
+        """
+        keys = to_bits(timesteps)
+        missing = self._missing(keys)
+        self._stats.table_misses += len(missing)
+        self._stats.table_hits += len(set(keys)) - len(missing)
+        if keys == self._last[0]:
+            return self._last[1]
+        self._last = ((), {})  # first, so that two steps' tables never exist together
+        self._evaluate(missing, check)
+        entries = [self._entry(key) for key in keys]
+        assembled = [self._assemble([entry[i] for entry in entries]) for i in range(len(self._groups))]
+        rows = {name: assembled[group][place] for name, (group, place) in self._places.items()}
+        self._last = (keys, rows)
+        self._evict(keep=keys)
+        return rows
+
+    def stream(self, timesteps: Sequence[float], check: Check = lambda: None) -> RowStream:
+        """The table values for many timesteps, call by call as they are asked for; nothing is kept."""
+        keys = to_bits(timesteps)
+        distinct = list(dict.fromkeys(keys))
+        order: torch.Tensor | None = None
+        if len(distinct) < len(keys):
+            places = {key: place for place, key in enumerate(distinct)}
+            order = torch.tensor([places[key] for key in keys], device=self._device)
+        self._stats.table_misses += len(distinct)
+        return RowStream(self._fold(distinct, check), order)
+
+    def prepare(self, timesteps: Sequence[float], check: Check = lambda: None) -> None:
+        """Evaluates those of ``timesteps`` never seen, in one pass over the cold weights, and keeps them.
+
+        Raises `H3CompileError` when they do not fit into the budget.
+        """
+        missing = self._missing(to_bits(timesteps))
+        need = len(missing) * self._entry_bytes
+        if need > self._budget:
+            raise H3CompileError(
+                f"tables for {len(missing)} new timesteps need {gib(need)}, the budget is {gib(self._budget)}",
+                "prepare fewer, or load the engine with a larger table_bytes",
+            )
+        self._stats.table_misses += len(missing)
+        self._evaluate(missing, check)
+        self._evict(keep=to_bits(timesteps))
+
+    def release(self) -> None:
+        """Frees the last step's assembled tables; the rows of every timestep stay."""
+        self._last = ((), {})
+
+    def _missing(self, keys: Sequence[int]) -> list[int]:
+        distinct = dict.fromkeys(keys)
+        return [key for key in distinct if key not in self._folded and key not in self._kept]
+
+    def _entry(self, key: int) -> _Entry:
+        if key in self._folded:
+            return self._folded[key]
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _evaluate(self, keys: Sequence[int], check: Check) -> None:
+        if keys:
+            self._kept.update(self._absorb(keys, self._fold(keys, check)))
+
+    def _fold(self, keys: Sequence[int], check: Check) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        with self._cold() as weights:
+            yield from fold(
+                self._calls,
+                keys,
+                timestep=self._timestep.name,
+                dtype=parse_dtype(self._timestep.dtype),
+                tables=self._places.keys(),
+                weights=weights,
+                device=self._device,
+                check=check,
+            )
+
+    def _absorb(
+        self, keys: Sequence[int], calls: Iterable[tuple[str, Mapping[str, torch.Tensor]]]
+    ) -> dict[int, _Entry]:
+        """An entry for every key, filled from tables whose leading dimension runs over ``keys``.
+
+        Every entry has memory of its own, so that evicting one frees it.
+        """
+        entries = [
+            tuple(
+                torch.empty((len(group.names), *group.shape), dtype=group.dtype, device=self._device)
+                for group in self._groups
+            )
+            for _ in keys
+        ]
+        absent = set(self._places)
+        for call, tables in calls:
+            for name, table in tables.items():
+                group, place = self._places.get(name, (-1, -1))
+                if group < 0 or tuple(table.shape) != (len(keys), *self._groups[group].shape):
+                    raise EngineError(f"table {name} of call {call} does not fit the program", "rebuild the engine")
+                for entry, row in zip(entries, table.to(self._device).unbind(), strict=True):
+                    entry[group][place].copy_(row)
+                absent.discard(name)
+        if absent:
+            raise EngineError(f"the tables of {', '.join(sorted(absent)[:3])} are missing", "rebuild the engine")
+        return dict(zip(keys, entries, strict=True))
+
+    def _assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[count, g, ...] of M timesteps as one [count, M * g, ...]: a single kernel, or none for M = 1."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.stack(list(parts), dim=1).flatten(1, 2)
+
+    def _evict(self, keep: Sequence[int]) -> None:
+        surplus = len(self._kept) * self._entry_bytes - self._budget
+        for key in list(self._kept):
+            if surplus <= 0:
+                return
+            if key not in keep:
+                del self._kept[key]
+                surplus -= self._entry_bytes
+
+
+class RowStream:
+    """Table values produced in the order of the program's calls, each handed out once.
+
+    At any time the values of one call exist, and those produced before they were asked for.
+    """
+
+    def __init__(
+        self, calls: Iterator[tuple[str, dict[str, torch.Tensor]]], order: torch.Tensor | None
+    ) -> None:
+        self._calls = calls
+        self._order = order  # row of the distinct timesteps for every timestep; None: they are the same
+        self._ready: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The value [M * g, ...], contiguous; `KeyError` when it is no table or was handed out."""
+        while name not in self._ready:
+            _, values = next(self._calls, ("", {}))
+            if not values:
+                raise KeyError(name)
+            self._ready.update(values)
+        table = self._ready.pop(name)
+        if self._order is not None:
+            table = table.index_select(0, self._order)
+        return table.flatten(0, 1)
