@@ -23,15 +23,15 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3compile.backends.inductor_kernels import collect_kernels
 from h3compile.backends.inductor_shapes import Length, SymbolicInputs, at_largest, fake_values, lengths_of
 from h3compile.backends.inductor_source import launch_sequence
+from h3compile.engine.artifact import INFO_FILE, SOURCE_FILE, ArtifactInfo, InputInfo, LengthInfo
+from h3compile.engine.machine import cpu_features, device_arch, python_abi, torch_release
 from h3compile.errors import BuildError
-from h3compile.runtime.artifact import INFO_FILE, SOURCE_FILE, ArtifactInfo, InputInfo, LengthInfo
-from h3compile.runtime.machine import cpu_features, device_arch, python_abi, torch_release
 
 __all__ = ["LARGEST_LENGTH", "CompiledRegion", "InductorOptions", "compile_region"]
 
@@ -40,7 +40,8 @@ LARGEST_LENGTH = 1 << 18
 
 # What -march=x86-64-v3 lets a compiler use.
 _PORTABLE_FEATURES = frozenset(
-    "sse sse2 ssse3 sse4_1 sse4_2 popcnt movbe avx avx2 bmi1 bmi2 f16c fma abm".split()
+    {"sse", "sse2", "ssse3", "sse4_1", "sse4_2", "popcnt", "movbe", "abm"}
+    | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma"}
 )
 
 
@@ -108,11 +109,13 @@ def _settings(options: InductorOptions, device: torch.device) -> dict[str, objec
     if options.portable:
         settings |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
     # Line tables hold paths of this machine. The switch is newer than the oldest torch supported.
-    if "aot_inductor.enable_line_tables" in inductor_config._config:
+    if "aot_inductor.enable_line_tables" in inductor_config.to_dict():
         settings["aot_inductor.enable_line_tables"] = False
-    unknown = sorted(key for key in settings if key not in inductor_config._config)
+    unknown = sorted(key for key in settings if key not in inductor_config.to_dict())
     if unknown:
-        raise BuildError(f"torch {torch.__version__} has no Inductor setting {unknown[0]}", "use a newer torch")
+        raise BuildError(
+            f"torch {torch.__version__} has no Inductor setting {unknown[0]}", "use a newer torch"
+        )
     return settings
 
 
@@ -132,13 +135,15 @@ def _prepared(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         moved = fx.node.map_aggregate(
             (copy.args, copy.kwargs), lambda value: device if isinstance(value, torch.device) else value
         )
-        copy.args, copy.kwargs = moved  # type: ignore[misc]
+        copy.args, copy.kwargs = moved
         copies[node] = copy
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 @contextlib.contextmanager
-def _tracing(inputs: SymbolicInputs, settings: Mapping[str, object], attention: tuple[str, ...]) -> Iterator[None]:
+def _tracing(
+    inputs: SymbolicInputs, settings: Mapping[str, object], attention: tuple[str, ...]
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(tracing(TracingContext(inputs.mode)))
@@ -148,17 +153,23 @@ def _tracing(inputs: SymbolicInputs, settings: Mapping[str, object], attention: 
         stack.enter_context(symbolic_config.patch(backed_size_oblivious=True))
         if attention:
             names = [name.upper() for name in attention]
-            stack.enter_context(sdpa_kernel([SDPBackend.__members__[name] for name in names], set_priority=True))
+            stack.enter_context(
+                sdpa_kernel([SDPBackend.__members__[name] for name in names], set_priority=True)
+            )
         yield
 
 
 def _compile(module: fx.GraphModule, inputs: SymbolicInputs) -> CompiledFxGraph:
     compiled: list[CompiledFxGraph] = []
 
-    def record(graph: fx.GraphModule, values: object, **options: object) -> object:
-        code = compile_fx_inner(graph, values, **options)
+    inner: Callable[..., OutputCode] = compile_fx_inner
+
+    def record(graph: fx.GraphModule, values: object, **options: object) -> OutputCode:
+        code = inner(graph, values, **options)
         if not isinstance(code, CompiledFxGraph):
-            raise BuildError(f"Inductor returned {type(code).__name__} for a region", "lower with --backend eager")
+            raise BuildError(
+                f"Inductor returned {type(code).__name__} for a region", "lower with --backend eager"
+            )
         compiled.append(code)
         return code
 
@@ -253,7 +264,7 @@ def compile_region(
         code, inputs = _compile_free(graph_module, values, lengths, settings, options, target)
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
     (result,) = graph_module.graph.find_nodes(op="output")
-    info = _write(output, code, inputs, names, len(result.args[0]), options, target)  # type: ignore[arg-type]
+    info = _write(output, code, inputs, names, len(result.args[0]), options, target)
     size = sum(file.stat().st_size for file in output.iterdir())
     return CompiledRegion(output, info, size, perf_counter() - started)
 

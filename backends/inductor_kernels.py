@@ -8,11 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from h3compile.engine.artifact import CubinInfo, LibraryInfo
 from h3compile.errors import BuildError
-from h3compile.runtime.artifact import CubinInfo, LibraryInfo
 
 if TYPE_CHECKING:
+    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner, StaticTritonCompileResult
+
+    CudaResult = StaticTritonCompileResult[StaticallyLaunchedCudaKernel]
 
 __all__ = ["collect_kernels"]
 
@@ -20,22 +23,26 @@ __all__ = ["collect_kernels"]
 def _library_of(name: str, kernel: Callable[..., None]) -> Path:
     module = getattr(kernel, "__self__", None)
     if not isinstance(module, ModuleType) or module.__file__ is None:
-        raise BuildError(f"the C++ kernel {name} is not in a library of its own", "lower with --backend eager")
+        raise BuildError(
+            f"the C++ kernel {name} is not in a library of its own", "lower with --backend eager"
+        )
     return Path(module.__file__)
 
 
-def _cubin_bytes(result: StaticTritonCompileResult) -> bytes:
+def _cubin_bytes(result: CudaResult) -> bytes:
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-    from torch._inductor.runtime.triton_heuristics import triton_hash_to_path_key
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 
     kernel = result.kernel
     if kernel.cubin_raw is not None:
         return bytes(kernel.cubin_raw)
-    folder = Path(triton_cache_dir(result.compile_meta.get("device") or 0)) / triton_hash_to_path_key(kernel.hash)
+    folder = Path(triton_cache_dir(result.compile_meta.get("device") or 0)) / triton_hash_to_path_key(
+        kernel.hash
+    )
     return (folder / f"{kernel.name}.cubin").read_bytes()
 
 
-def cubin_info(name: str, result: StaticTritonCompileResult) -> CubinInfo:
+def cubin_info(name: str, result: CudaResult) -> CubinInfo:
     """How to launch a statically launchable compile result, for the file ``name``.cubin."""
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
@@ -61,7 +68,7 @@ def cubin_info(name: str, result: StaticTritonCompileResult) -> CubinInfo:
     )
 
 
-def _chosen(name: str, kernel: CachingAutotuner) -> StaticTritonCompileResult:
+def _chosen(name: str, kernel: CachingAutotuner) -> CudaResult:
     from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
 
     results = kernel.compile_results
@@ -95,6 +102,8 @@ def collect_kernels(
             info = cubin_info(name, result)
             (folder / info.file).write_bytes(_cubin_bytes(result))
         else:
-            raise BuildError(f"kernel {name} comes from {kind}, which cannot be kept", "lower with --backend eager")
+            raise BuildError(
+                f"kernel {name} comes from {kind}, which cannot be kept", "lower with --backend eager"
+            )
         found[name] = info
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
@@ -39,7 +39,9 @@ def fake_values(graph: fx.Graph) -> list[torch.Tensor]:
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            raise BuildError(f"input {node.name!r} of the region has no tensor value", "propagate shapes first")
+            raise BuildError(
+                f"input {node.name!r} of the region has no tensor value", "propagate shapes first"
+            )
         values.append(value)
     return values
 
@@ -86,7 +88,9 @@ class SymbolicInputs:
     No symbol is specialized on 0 or 1: one text row and one timestep are legal.
     """
 
-    def __init__(self, values: Sequence[torch.Tensor], lengths: Iterable[Length], device: torch.device) -> None:
+    def __init__(
+        self, values: Sequence[torch.Tensor], lengths: Iterable[Length], device: torch.device
+    ) -> None:
         self.lengths = tuple(lengths)
         self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env)
@@ -122,11 +126,15 @@ class SymbolicInputs:
 
     def spelled(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int | str, ...]:
         """Sizes with every symbol replaced by the name of its length where it stands alone."""
-        names = {symbol: length.name for length, symbol in zip(self.lengths, self._symbols.values(), strict=True)}
+        names = {
+            symbol: length.name for length, symbol in zip(self.lengths, self._symbols.values(), strict=True)
+        }
         spelled: list[int | str] = []
         for size in sizes:
             expression = _expression(size)
-            spelled.append(int(expression) if expression.is_number else names.get(expression, str(expression)))
+            spelled.append(
+                int(expression) if expression.is_number else names.get(expression, str(expression))
+            )
         return tuple(spelled)
 
     def assumptions(self) -> tuple[str, ...]:
@@ -138,13 +146,15 @@ class SymbolicInputs:
         for symbol, value in self.env.replacements.items():
             if symbol in named and value != symbol:
                 raise BuildError(
-                    f"the compiled region works for one value of {named[symbol]} only, {value.xreplace(named)}",
+                    f"the compiled region fixes {named[symbol]} to {value.xreplace(named)}",
                     "keep this length free in the model, or lower the region with --backend eager",
                 )
         return tuple(dict.fromkeys(str(guard.expr.xreplace(named)) for guard in self.env.guards))
 
     def _proven(self, guard: sympy.Basic, smallest: int) -> bool:
-        ranges = {self._symbols[length.symbol]: ValueRanges(smallest, length.largest) for length in self.lengths}
+        ranges = {
+            self._symbols[length.symbol]: ValueRanges(smallest, length.largest) for length in self.lengths
+        }
         bound = bound_sympy(guard, ranges)
         return bound.is_singleton() and bool(bound.lower)
 
@@ -161,9 +171,7 @@ class SymbolicInputs:
         return None
 
 
-def _evaluate(
-    expression: sympy.Expr, sizes: Mapping[str, int | torch.SymInt]
-) -> int | torch.SymInt:
+def _evaluate(expression: sympy.Expr, sizes: Mapping[str, int | torch.SymInt]) -> int | torch.SymInt:
     match expression:
         case sympy.Integer():
             return int(expression)

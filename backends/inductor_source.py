@@ -36,7 +36,9 @@ class LaunchSequence:
 
 
 def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def _defined(statement: ast.stmt) -> set[str]:
@@ -153,7 +155,9 @@ def launch_sequence(source: str) -> LaunchSequence:
     if "call" not in {name for statement in kept for name in _defined(statement)}:
         raise BuildError("Inductor produced no callable for a region", "lower it with --backend eager")
     if _COMPILER in used:
-        raise BuildError("a compiled region would compile kernels when it runs", "lower it with --backend eager")
+        raise BuildError(
+            "a compiled region would compile kernels when it runs", "lower it with --backend eager"
+        )
     for statement in kept:
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == _EXTERNAL:
@@ -162,7 +166,9 @@ def launch_sequence(source: str) -> LaunchSequence:
             editor.replace(literal, "device_index")
     parts = []
     for statement in kept:
-        if isinstance(statement, ast.Import | ast.ImportFrom) and _defined(statement) & (_PROVIDED | {_EXTERNAL}):
+        if isinstance(statement, ast.Import | ast.ImportFrom) and _defined(statement) & (
+            _PROVIDED | {_EXTERNAL}
+        ):
             continue
         parts.append(editor.text(statement))
     text = "\n".join([*sorted(imports), *parts]) + "\n"

@@ -18,13 +18,23 @@ from h3compile.models.h3 import ARCHITECTURE, PARTITIONS, RELEASE_CONFIG
 from h3compile.program.serialize import dtype_name
 from h3compile.program.source import ShardedTensors
 
-__all__ = ["RELEASE", "Expected", "Partition", "PipelineFolder", "check", "find_checkpoint", "open_partition"]
+__all__ = [
+    "RELEASE",
+    "Expected",
+    "Partition",
+    "PipelineFolder",
+    "check",
+    "find_checkpoint",
+    "open_partition",
+    "read_partition_config",
+]
 
 RELEASE = "MiniMaxAI/MiniMax-H3"
 
 # Tensor name -> shape, and dtype where only one will do.
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 
+_ORIGINAL = ("FL2VA", "Ref2VA")  # the folders of the layout that MiniMax trains with
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _CONVERT = "give the release in the Diffusers layout: a folder with transformer/config.json"
 _SHOWN = 3  # tensors listed by name in one message
@@ -55,12 +65,18 @@ def find_checkpoint(model: str) -> PipelineFolder:
     `CheckpointError` when there is none, or when it is in a layout that is not read.
     """
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return _find_in(path.resolve())
     if model == "tiny":
         raise CheckpointError("there is no tiny checkpoint yet", "write one with h3compile tiny DIR")
     if _REPO.fullmatch(model) and not model.startswith("."):
-        return _find_in(_cached(model))
+        cached = _cached(model)
+        if not any((cached / name).exists() for name in (*PARTITIONS, *_ORIGINAL, "config.json")):
+            raise CheckpointError(
+                f"{model} is in the local Hugging Face cache without its transformer",
+                f"run hf download {model}",
+            )
+        return _find_in(cached)
     raise CheckpointError(
         f"there is no model {model!r}", "give a folder, or a repository id in the local Hugging Face cache"
     )
@@ -83,6 +99,19 @@ def open_partition(folder: PipelineFolder, partition: str) -> Partition:
     tensors = ShardedTensors(path)
     _refuse_other_keys(path, tensors)
     return Partition(partition, path, config, tensors)
+
+
+def read_partition_config(model: str, partition: str) -> dict[str, int | float | tuple[int, ...]]:
+    """The configuration of one partition of ``model``, whose weights need not be there.
+
+    Raises `CheckpointError` as `find_checkpoint` and `open_partition` do for a configuration.
+    """
+    folder = find_checkpoint(model)
+    if partition not in folder.partitions:
+        raise CheckpointError(
+            f"{folder.root} has no partition {partition!r}", nearest(partition, folder.partitions)
+        )
+    return _read_config(folder.partitions[partition] / "config.json")
 
 
 def check(partition: Partition, expected: Expected) -> None:
@@ -198,7 +227,7 @@ def _names_architecture(path: Path) -> bool:
 
 def _refuse_other_layouts(path: Path) -> None:
     """Raises for what other tools write, told by names alone."""
-    for name in ("FL2VA", "Ref2VA"):
+    for name in _ORIGINAL:
         if (path / name).is_dir() or (path.name == name and (path / "transformer").is_dir()):
             raise CheckpointError(f"{path} is the original layout ({name}), which is not read yet", _CONVERT)
     for file in sorted(path.iterdir()):

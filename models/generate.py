@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModularPipeline
+from diffusers import MiniMaxH3ModularPipeline, ModularPipeline
 from diffusers.modular_pipelines.minimax_h3 import (
     MiniMaxH3AudioReference,
     MiniMaxH3ImageReference,
@@ -55,15 +55,10 @@ def load_pipeline(
     Raises:
         CheckpointError: the checkpoint is not in that layout, or a component of it cannot be loaded.
     """
-    if not (model / ModularPipeline.config_name).is_file():
-        raise CheckpointError(
-            f"{model} has no {ModularPipeline.config_name}",
-            "give a checkpoint in the Diffusers layout of MiniMax-H3",
-        )
     report = progress or Silent()
     given = {"transformer": transformer, "transformer_ref": transformer_ref}
     with quiet_libraries():
-        pipe = ModularPipeline.from_pretrained(str(model))
+        pipe = _open_index(model)
         names = [
             name
             for name in pipe.pretrained_component_names
@@ -191,6 +186,21 @@ def _reference(path: Path, seconds: float) -> Any:
     )
 
 
+def _open_index(model: Path) -> ModularPipeline:
+    index = model / ModularPipeline.config_name
+    mend = "give a checkpoint in the Diffusers layout of MiniMax-H3"
+    # Diffusers would take a name for a repository and ask the network.
+    if not index.is_file():
+        raise CheckpointError(f"{model} has no {index.name}", mend)
+    try:
+        pipe = ModularPipeline.from_pretrained(str(model))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {index} ({error})", mend) from error
+    if not isinstance(pipe, MiniMaxH3ModularPipeline):
+        raise CheckpointError(f"{model} holds a {type(pipe).__name__}", mend)
+    return pipe
+
+
 def _load_component(
     pipe: ModularPipeline, name: str, dtype: torch.dtype | None, device: torch.device | str
 ) -> Any:
@@ -204,7 +214,7 @@ def _load_component(
 
 
 def _stored_dtype(partition: Path) -> torch.dtype:
-    """The dtype of the packed sequence: Diffusers makes weights float32 unless told, whatever the file holds."""
+    """What the weights are stored in: Diffusers makes them float32 unless told otherwise."""
     tensors = ShardedTensors(partition)
     return dominant_dtype({key: tensors.info(key).dtype for key in tensors})
 

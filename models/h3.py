@@ -146,7 +146,8 @@ def facts_for(config: Config, dtypes: Mapping[str, torch.dtype]) -> ModelFacts:
             Dim("video_rows", hint=37_296),
             Dim("audio_rows", hint=414),
             Dim("text_rows", hint=50),
-            Dim("timesteps", hint=2),
+            # Beyond this a modulation table has more elements than 32 bits can index.
+            Dim("timesteps", hint=2, largest=(2**31 - 1) // (len(TAGS) * 6 * _int(config, "hidden_size"))),
         ),
         inputs=inputs,
         outputs=("sample", "audio_sample"),

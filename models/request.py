@@ -74,7 +74,7 @@ class Request:
 
     @property
     def forwards(self) -> int:
-        """Evaluations of the transformer: grid points less one and any a shift makes equal."""
+        """Evaluations of the transformer: N - 1 for N grid points, less any a large shift makes equal."""
         shifts = (self.flow_shift, self.audio_flow_shift)
         return min(len(schedule_timesteps(self.steps, shift)) for shift in shifts)
 

@@ -31,16 +31,21 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise  # how typer itself ends a command
-        except (KeyboardInterrupt, Interrupted):
-            code, line = INTERRUPTED, "interrupted"
-        except H3CompileError as error:
-            code, line = FAILED, f"error: {error}"
-        except Exception as error:
-            text = " ".join(str(error).split()) or "no message"
-            code, line = BUG, f"bug: {type(error).__name__}: {text}"
-            if not debug:
+        except (KeyboardInterrupt, Exception) as error:
+            if debug:
+                traceback.print_exc()
+            code, line = _verdict(error)
+            if code == BUG and not debug:
                 line += f" (h3compile --debug {ctx.info_name} ... shows the traceback; please report it)"
-        if debug:
-            traceback.print_exc()
-        print(line, file=sys.stderr)
-        raise typer.Exit(code)
+            print(line, file=sys.stderr)
+            raise typer.Exit(code) from None
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """The exit code and the line for an error."""
+    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, H3CompileError):
+        return FAILED, f"error: {error}"
+    text = " ".join(str(error).split()) or "no message"
+    return BUG, f"bug: {type(error).__name__}: {text}"

@@ -16,12 +16,13 @@ __all__ = ["Dim", "InputFact", "ModelFacts", "Repeat"]
 class Dim:
     """A length known only when the engine runs, in rows (or in distinct timesteps).
 
-    ``hint`` is the length a compiler tunes for; ``smallest`` the least that must work.
+    ``hint`` is the length a compiler tunes for, ``smallest`` and ``largest`` the range that must work.
     """
 
     name: str
     hint: int
     smallest: int = 1
+    largest: int = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -10,119 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from h3compile.engine.artifact import (
+    ALIGNMENT,
+    FORMAT,
+    SOURCE_FILE,
+    ArtifactInfo,
+    CubinInfo,
+    LibraryInfo,
+    read_info,
+)
+from h3compile.engine.machine import cpu_features, device_arch, python_abi, torch_release
 from h3compile.errors import EngineError
 from h3compile.runtime.kernels import Kernel, load_cubin, load_library
-from h3compile.runtime.machine import cpu_features, device_arch, python_abi, torch_release
 
-__all__ = [
-    "ALIGNMENT",
-    "FORMAT",
-    "SOURCE_FILE",
-    "ArtifactInfo",
-    "CubinInfo",
-    "InputInfo",
-    "LengthInfo",
-    "LibraryInfo",
-    "load_artifact",
-    "read_info",
-]
-
-FORMAT = 1
-INFO_FILE = "region.json"
-SOURCE_FILE = "region.py"
-# Bytes. Vectorized GPU code reads 16 at a time; Inductor assumes every input starts on such a boundary.
-ALIGNMENT = 16
+__all__ = ["RegionFunction", "load_artifact"]
 
 RegionFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-
-
-class _Info(BaseModel):
-    # A field this version does not know means a newer writer: refuse it rather than ignore it.
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LibraryInfo(_Info):
-    """A CPU kernel: an extension module in a shared library."""
-
-    kind: Literal["library"] = "library"
-    file: str
-
-
-class CubinInfo(_Info):
-    """A CUDA kernel: a cubin, its entry point and how to launch it.
-
-    ``parameters`` are the names the launch sequence passes, ``passed`` those that reach the kernel.
-    ``grid`` holds three expressions over the parameters, after the statements of ``prefix``.
-    ``argument_types`` has one character a passed argument, ``null_arguments`` counts unused trailing
-    pointers. ``shared`` is dynamic shared memory in bytes.
-    """
-
-    kind: Literal["cubin"] = "cubin"
-    file: str
-    entry: str
-    warps: int
-    shared: int
-    argument_types: str
-    null_arguments: int
-    parameters: tuple[str, ...]
-    passed: tuple[str, ...]
-    prefix: tuple[str, ...]
-    grid: tuple[str, str, str]
-
-
-class InputInfo(_Info):
-    """An input: dtype by its torch name, shape and stride (in elements) in numbers and length expressions."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-    stride: tuple[int | str, ...]
-    aligned: bool  # the kernels assume that it starts on a multiple of ALIGNMENT
-
-
-class LengthInfo(_Info):
-    """A length that is free at run time, and the largest value the kernels were compiled for."""
-
-    name: str
-    largest: int
-
-
-class ArtifactInfo(_Info):
-    """`region.json`: what the artifact takes, and the machine it was compiled for.
-
-    ``assumptions`` are the conditions on lengths that Inductor relied on, all implied by ``lengths`` but
-    for layout decisions that a length of 1 does not invalidate.
-    """
-
-    format: int = FORMAT
-    device: Literal["cpu", "cuda"]
-    arch: str
-    cpu_features: tuple[str, ...]
-    torch: str
-    python: str
-    inputs: tuple[InputInfo, ...]
-    outputs: int
-    lengths: tuple[LengthInfo, ...]
-    assumptions: tuple[str, ...]
-    options: dict[str, bool | int | str | tuple[str, ...]]
-    kernels: dict[str, LibraryInfo | CubinInfo]
-
-
-def read_info(path: Path) -> ArtifactInfo:
-    """The record of the artifact in folder ``path``. Raises `EngineError` when it is missing or unreadable."""
-    file = path / INFO_FILE
-    try:
-        return ArtifactInfo.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise EngineError(f"no compiled region at {path}", "build the engine again") from error
-    except ValidationError as error:
-        raise EngineError(f"{file} is not a record this version reads", "build the engine again") from error
 
 
 def _check_machine(info: ArtifactInfo, device: torch.device, path: Path) -> None:
@@ -169,7 +76,11 @@ def _load_kernel(path: Path, kernel: LibraryInfo | CubinInfo, device: torch.devi
 
 
 def _assert_tensor_metadata(
-    tensor: Tensor | None, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, operator: str = ""
+    tensor: Tensor | None,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    operator: str = "",
 ) -> None:
     if tensor is None:
         return
@@ -191,7 +102,9 @@ class _Checks:
             for at, entry in reversed(list(enumerate(info.inputs)))
             for axis, size in enumerate(entry.shape)
         }
-        self._lengths = tuple((length, *where[length.name]) for length in info.lengths if length.name in where)
+        self._lengths = tuple(
+            (length, *where[length.name]) for length in info.lengths if length.name in where
+        )
 
     def __call__(self, inputs: Sequence[Tensor]) -> None:
         info = self._info
@@ -199,9 +112,8 @@ class _Checks:
             raise EngineError(f"region {self._name} takes {len(info.inputs)} inputs and got {len(inputs)}")
         for at, dtype in enumerate(self._dtypes):
             if inputs[at].dtype != dtype:
-                raise EngineError(
-                    f"input {info.inputs[at].name!r} of region {self._name} is {inputs[at].dtype}, not {dtype}"
-                )
+                name = info.inputs[at].name
+                raise EngineError(f"input {name!r} of region {self._name} is {inputs[at].dtype}, not {dtype}")
         for at in self._aligned:
             if inputs[at].data_ptr() % ALIGNMENT:
                 raise EngineError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from h3compile.engine.manifest import FileRecord, RegionRecord
+from h3compile.engine.manifest import RegionRecord
 from h3compile.errors import EngineError
 from h3compile.program.propagate import retarget
 from h3compile.program.region import Region
@@ -48,7 +48,7 @@ def eager(region: Region, device: torch.device) -> Executor:
 def executor_for(
     folder: EngineFolder, region: RegionRecord, device: torch.device, pool: Pool, *, interpret: bool
 ) -> Executor:
-    """The executor of ``region`` on ``device``, shared through ``pool`` by the digest of its files.
+    """The executor of ``region`` on ``device``, shared through ``pool`` by the digest of its content.
 
     The artifact where the engine has one; the graph, eagerly, where it has none or ``interpret`` asks
     for it: schedule-stage regions are always interpreted, so that a table row evaluated now has the bits
@@ -56,15 +56,15 @@ def executor_for(
     """
     artifact = region.artifact
     if artifact is None or interpret:
-        key = ("graph", str(device), *_digests(folder.manifest.files, region.graph))
+        key = ("graph", str(device), folder.content_digest(region.graph))
         return pool.share(key, Executor, lambda: _interpreted(folder, region, device))
     if artifact.backend != "inductor":
         raise EngineError(
             f"region {region.name} was lowered by {artifact.backend!r}, which this version does not run",
             "upgrade h3compile or rebuild the engine",
         )
-    key = ("artifact", str(device), *_digests(folder.manifest.files, artifact.path))
-    path = folder.path / artifact.path
+    key = ("artifact", str(device), folder.content_digest(artifact.path))
+    path = folder.file(artifact.path)
 
     def load() -> Executor:
         # Here and not above: an engine without artifacts needs nothing of Inductor.
@@ -84,15 +84,3 @@ def _interpreted(folder: EngineFolder, record: RegionRecord, device: torch.devic
     if ports != (len(record.inputs), len(record.weights), len(record.outputs)):
         raise EngineError(f"{record.graph} does not have the ports engine.json names", "rebuild the engine")
     return eager(region, device)
-
-
-def _digests(files: Mapping[str, FileRecord], path: str) -> tuple[str, ...]:
-    """Digests of the file ``path``, or of every file below the folder ``path``, with their names in it."""
-    found = [
-        f"{name.removeprefix(path)}={record.sha256}"
-        for name, record in sorted(files.items())
-        if name == path or name.startswith(f"{path}/")
-    ]
-    if not found:
-        raise EngineError(f"engine.json names {path} and lists no such file", "rebuild the engine")
-    return tuple(found)

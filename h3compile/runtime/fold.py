@@ -76,7 +76,7 @@ def fold(
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """FP32 products in FP32: a process that allows TF32 must not get other table rows than the build."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

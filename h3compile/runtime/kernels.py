@@ -39,9 +39,10 @@ def load_library(path: Path) -> Callable[..., None]:
     # The interpreter keeps extension modules by name and path: the digest keeps a replaced file apart.
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     name = f"h3compile_{digest}.kernel"
+    accessor: int = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     with _IMPORTING:
         before = os.environ.get(_ACCESSOR_VARIABLE)
-        os.environ[_ACCESSOR_VARIABLE] = str(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)
+        os.environ[_ACCESSOR_VARIABLE] = str(accessor)
         try:
             loader = importlib.machinery.ExtensionFileLoader(name, str(path))
             spec = importlib.util.spec_from_file_location(name, path, loader=loader)

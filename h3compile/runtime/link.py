@@ -36,6 +36,8 @@ def call_name(call: CallRecord) -> str:
 def link(manifest: Manifest) -> LinkedProgram:
     """Checks that the program of ``manifest`` can be executed stage by stage.
 
+    Where no pass made tables, what depends on the timestep alone is computed in every step.
+
     Raises `EngineError` when a call reads a value that no earlier call and no input gives, when a stage
     reads one that comes later, when ports do not match, or when a table is missing from the list.
     """
@@ -44,6 +46,7 @@ def link(manifest: Manifest) -> LinkedProgram:
     maker: dict[str, PortRecord] = {}
     calls: dict[str, list[CallRecord]] = {"schedule": [], "request": [], "step": []}
     for call in manifest.calls:
+        stage = "step" if call.stage == "schedule" and not manifest.tables else call.stage
         region = regions.get(call.region)
         if region is None:
             raise _broken(f"{call_name(call)} calls a region that is not there")
@@ -54,14 +57,14 @@ def link(manifest: Manifest) -> LinkedProgram:
         for name in call.inputs:
             if name not in stage_of:
                 raise _broken(f"{call_name(call)} reads {name} before it exists")
-            if call.stage != "step" and stage_of[name] not in (call.stage, "build"):
-                raise _broken(f"{call_name(call)} is of stage {call.stage} and reads {name} of {stage_of[name]}")
+            if stage != "step" and stage_of[name] not in (stage, "build"):
+                raise _broken(f"{call_name(call)}, {stage} stage, reads {name}, {stage_of[name]} stage")
         for name, port in zip(call.outputs, region.outputs, strict=True):
             if name in stage_of:
                 raise _broken(f"{name} is made twice")
-            stage_of[name] = call.stage
+            stage_of[name] = stage
             maker[name] = port.model_copy(update={"name": name})
-        calls[call.stage].append(call)
+        calls[stage].append(call)
     for name in manifest.outputs:
         if name not in maker:
             raise _broken(f"the output {name} is made by no call")

@@ -230,9 +230,9 @@ class CompiledTransformer(torch.nn.Module):
 
     # --- what a module with parameters could do and an engine cannot ---
 
-    def to(self, *args: object, **kwargs: object) -> CompiledTransformer:  # type: ignore[override]
+    def to(self, *args: object, **kwargs: object) -> CompiledTransformer:
         """This module, for its own device and dtype; `H3CompileError` for another."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[call-overload]
         if device is not None and with_index(device) != self.device:
             raise H3CompileError(
                 f"an engine stays on the device it was loaded on, {self.device}",
@@ -255,7 +255,7 @@ class CompiledTransformer(torch.nn.Module):
 
     def _apply(self, fn: object, recurse: bool = True) -> NoReturn:
         # Behind half(), float(), to_empty() and the like, which would do nothing without saying so.
-        raise H3CompileError("an engine's weights cannot be converted", "build an engine in the dtype you want")
+        raise H3CompileError("an engine cannot be converted", "build one in the dtype you want")
 
 
 def with_index(device: torch.device) -> torch.device:

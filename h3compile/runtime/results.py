@@ -14,7 +14,7 @@ ConfigValue = int | float | tuple[int, ...]
 
 @dataclass(frozen=True)
 class TransformerOutput:
-    """Velocities in row order: ``sample`` [1, video rows, channels], ``audio_sample`` [1, audio rows, channels].
+    """Velocities in row order: ``sample`` and ``audio_sample``, each [1, rows, channels].
 
     Readable by attribute, by field name and by position, like the output object of Diffusers.
     """

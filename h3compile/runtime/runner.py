@@ -103,7 +103,7 @@ class _Pace:
     def advance(self) -> None:
         if self._events is None:
             return
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append(event)
         if len(self._events) > RUN_AHEAD:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 
 from h3compile.engine.manifest import PortRecord
 from h3compile.errors import EngineError, H3CompileError
-from h3compile.program.dims import evaluate_dim
 from h3compile.program.serialize import parse_dtype
 from h3compile.runtime.fold import ScheduleCall, fold
+from h3compile.runtime.groups import TableGroup
 from h3compile.runtime.memory import gib, nbytes
 from h3compile.runtime.runner import Check
 from h3compile.runtime.stats import Stats
 from h3compile.runtime.timesteps import to_bits
 
-__all__ = ["MANY_TIMESTEPS", "TABLE_BYTES", "ModulationTables", "RowStream", "TableGroup", "group_tables"]
+__all__ = ["MANY_TIMESTEPS", "TABLE_BYTES", "ModulationTables", "RowStream"]
 
 # Distinct timesteps in one forward beyond which tables are evaluated block by block and not kept. A
 # request has 1 to 4; only a mask that gives rows their own t has more, and then up to every row. At
@@ -29,39 +28,10 @@ MANY_TIMESTEPS = 16
 # What timesteps evaluated after the build may occupy: 110 of them at real size, so any 50-step request.
 TABLE_BYTES = 1 << 30
 
+_MEND = "rebuild the engine"
+
 # One timestep's rows: for each group of equally shaped values one [count, g, ...] tensor.
 _Entry = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class TableGroup:
-    """Table values of one dtype and of one shape ``[g, ...]`` a timestep."""
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one timestep."""
-        return len(self.names) * torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def group_tables(ports: Iterable[PortRecord], dim: str) -> tuple[TableGroup, ...]:
-    """Groups the ports of table values; ``dim`` is the dimension that counts timesteps.
-
-    Raises `EngineError` for a value whose first dimension is not a multiple of it alone.
-    """
-    groups: dict[tuple[torch.dtype, tuple[int, ...]], list[str]] = {}
-    for port in ports:
-        try:
-            one, two = ([evaluate_dim(size, {dim: count}) for size in port.shape] for count in (1, 2))
-        except ValueError as error:
-            raise EngineError(f"table {port.name} does not depend on the timesteps alone ({error})") from error
-        if not one or two != [2 * one[0], *one[1:]]:
-            raise EngineError(f"table {port.name} of shape {port.shape} is not row by row in {dim}")
-        groups.setdefault((parse_dtype(port.dtype), tuple(one)), []).append(port.name)
-    return tuple(TableGroup(tuple(names), dtype, shape) for (dtype, shape), names in groups.items())
 
 
 class ModulationTables:
@@ -106,7 +76,9 @@ class ModulationTables:
     def nbytes(self) -> int:
         """Bytes of all rows held, the last step's assembled tables included."""
         entries = len(self._folded) + len(self._kept)
-        return entries * self._entry_bytes + (nbytes(*self._last[1].values()) if len(self._last[0]) > 1 else 0)
+        keys, rows = self._last
+        assembled = nbytes(*rows.values()) if len(keys) > 1 else 0  # of one timestep they are its entry
+        return entries * self._entry_bytes + assembled
 
     def select(self, timesteps: Sequence[float], check: Check) -> Mapping[str, torch.Tensor] | RowStream:
         """Every table value for one forward, by name: `rows`, or `stream` beyond `MANY_TIMESTEPS`."""
@@ -154,7 +126,7 @@ class ModulationTables:
         need = len(missing) * self._entry_bytes
         if need > self._budget:
             raise H3CompileError(
-                f"tables for {len(missing)} new timesteps need {gib(need)}, the budget is {gib(self._budget)}",
+                f"tables of {len(missing)} new timesteps take {gib(need)}, the budget is {gib(self._budget)}",
                 "prepare fewer, or load the engine with a larger table_bytes",
             )
         self._stats.table_misses += len(missing)
@@ -211,12 +183,12 @@ class ModulationTables:
             for name, table in tables.items():
                 group, place = self._places.get(name, (-1, -1))
                 if group < 0 or tuple(table.shape) != (len(keys), *self._groups[group].shape):
-                    raise EngineError(f"table {name} of call {call} does not fit the program", "rebuild the engine")
+                    raise EngineError(f"table {name} of {call} does not fit the program", _MEND)
                 for entry, row in zip(entries, table.to(self._device).unbind(), strict=True):
                     entry[group][place].copy_(row)
                 absent.discard(name)
         if absent:
-            raise EngineError(f"the tables of {', '.join(sorted(absent)[:3])} are missing", "rebuild the engine")
+            raise EngineError(f"the tables of {', '.join(sorted(absent)[:3])} are missing", _MEND)
         return dict(zip(keys, entries, strict=True))
 
     def _assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -59,7 +59,12 @@ class Weights:
     """
 
     def __init__(
-        self, folder: EngineFolder, partition: str, device: torch.device, pool: Pool, resident: Collection[str]
+        self,
+        folder: EngineFolder,
+        partition: str,
+        device: torch.device,
+        pool: Pool,
+        resident: Collection[str],
     ) -> None:
         self._folder = folder
         self._partition = partition

@@ -110,9 +110,7 @@ class Toy:
         with EngineWriter(self.path, overwrite=overwrite) as writer:
             self.write_region(writer)
             copied = writer.write_range(self.layout(), self.weights.items(), self.RANGE)
-            mixed = writer.write_range(
-                self.layout(("w", "q")), [("s", self.weights["s"])], self.MIXED
-            )
+            mixed = writer.write_range(self.layout(("w", "q")), [("s", self.weights["s"])], self.MIXED)
             linked = writer.write_range(self.layout(("w", "q", "s")), (), "unused")
             tables = writer.write_tables("tables/copied", self.TIMESTEPS, [("schedule.0", self.table)])
             partitions = {

@@ -22,6 +22,7 @@ from h3compile.models.quiet import quiet_libraries
 from h3compile.models.request import Request
 from h3compile.models.tiny import write_tiny
 
+FLUX = '{"_class_name": "FluxModularPipeline", "_blocks_class_name": "FluxAutoBlocks"}'
 REQUEST = Request("a fox runs through the snow", width=64, height=64, steps=4)
 
 
@@ -234,6 +235,16 @@ def test_a_reference_video_that_is_too_short_is_refused(pipe: Any, media: dict[s
 
 def test_a_folder_without_the_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"modular_model_index\.json"):
+        load_pipeline(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot read"), (FLUX, "holds a FluxModularPipeline")],
+)
+def test_an_index_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "modular_model_index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
         load_pipeline(tmp_path)
 
 

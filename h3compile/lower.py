@@ -1,0 +1,107 @@
+"""Lowering: regions become artifacts, at build or later on the machine that has the target."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from h3compile.backends.base import Backend
+from h3compile.backends.select import select
+from h3compile.engine.loader import EngineFolder, open_engine
+from h3compile.engine.manifest import ArtifactRecord
+from h3compile.engine.writer import EngineWriter
+from h3compile.errors import EngineError
+from h3compile.models.h3 import facts_for
+from h3compile.program.facts import Dim
+from h3compile.program.region import Region
+from h3compile.program.serialize import parse_dtype, region_from_json
+from h3compile.progress import Progress, Silent
+from h3compile.targets import Target, find_target, present
+
+__all__ = ["Lowered", "finalize", "lower", "versions"]
+
+_PACKAGES = ("h3compile", "torch", "triton", "diffusers", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The artifacts that were made, by region, and the regions that wait for their target."""
+
+    artifacts: Mapping[str, ArtifactRecord]
+    pending: tuple[str, ...]
+
+
+def lower(
+    regions: Sequence[Region],
+    dims: Sequence[Dim],
+    backend: Backend,
+    target: Target,
+    writer: EngineWriter,
+    progress: Progress,
+) -> Lowered:
+    """Lower ``regions`` one by one and add their artifacts to the engine being written."""
+    artifacts: dict[str, ArtifactRecord] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for region in regions:
+            folder = Path(scratch) / region.name
+            backend.lower(region, dims, target.kind, folder)
+            path = f"regions/{region.name}.{backend.name}"
+            writer.add_folder(path, folder)
+            artifacts[region.name] = ArtifactRecord(backend=backend.name, target=target.name, path=path)
+            progress.advance()
+    return Lowered(artifacts, ())
+
+
+def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFolder:
+    """Do the last lowering of an engine that was built where its target was not, in place and atomically.
+
+    An engine that has nothing pending is returned as it is. Raises `EngineError` when the target is not in
+    this machine either.
+    """
+    progress = progress or Silent()
+    path = Path(path)
+    engine = open_engine(path)
+    manifest = engine.manifest
+    if not manifest.pending:
+        progress.note("nothing is pending: the engine is complete")
+        return engine
+    target = find_target(manifest.target)
+    if not present(target):
+        raise EngineError(
+            f"{path} is for {target.name}, which is not in this machine", f"run this on a machine with {target.name}"
+        )
+    records = {record.name: record for record in manifest.regions}
+    inputs = {port.name: parse_dtype(port.dtype) for port in manifest.inputs}
+    dtypes = {
+        "proj_in.weight": inputs["hidden_states"],
+        "audio_proj_in.weight": inputs["audio_hidden_states"],
+        "context_embedder.weight": inputs["encoder_hidden_states"],
+    }
+    facts = facts_for(manifest.model_config_values, dtypes)
+    regions = [region_from_json(engine.read_text(records[name].graph)) for name in manifest.pending]
+    progress.phase("lower", len(regions))
+    with EngineWriter(path, overwrite=True) as writer:
+        writer.adopt(path, manifest.files)
+        lowered = lower(regions, facts.dims, select(manifest.backend), target, writer, progress)
+        finished = tuple(
+            record.model_copy(update={"artifact": lowered.artifacts.get(record.name, record.artifact)})
+            for record in manifest.regions
+        )
+        update = {"regions": finished, "pending": (), "versions": {**manifest.versions, **versions()}}
+        writer.commit(manifest.model_copy(update=update))
+    return open_engine(path, verify=False)
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what an engine does, by package; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
