@@ -25,8 +25,15 @@ from h3compile.engine.writer import EngineWriter
 from h3compile.errors import BuildError, nearest
 from h3compile.lower import Lowered, lower, versions
 from h3compile.models import h3
-from h3compile.models.checkpoint import RELEASE, Partition, PipelineFolder, check, find_checkpoint
-from h3compile.models.checkpoint import open_partition, read_partition_config
+from h3compile.models.checkpoint import (
+    RELEASE,
+    Partition,
+    PipelineFolder,
+    check,
+    find_checkpoint,
+    open_partition,
+    read_partition_config,
+)
 from h3compile.models.trace import parameter_shapes, trace
 from h3compile.pipeline.instruments import Dump, Report
 from h3compile.pipeline.manager import Manager, PassRun
@@ -196,9 +203,13 @@ class _Build:
                 )
             check(partition, {name: (shape, dtypes.get(name)) for name, shape in shapes.items()})
             dtypes |= {name: partition.tensors.info(name).dtype for name in shapes}
-        unusual = sorted({dtype_name(dtype) for dtype in dtypes.values()} - {"float32", "bfloat16", "float16"})
+        unusual = sorted(
+            {dtype_name(dtype) for dtype in dtypes.values()} - {"float32", "bfloat16", "float16"}
+        )
         if unusual:
-            raise BuildError(f"{first.folder} stores weights as {unusual[0]}", "give the BF16 or an FP32 release")
+            raise BuildError(
+                f"{first.folder} stores weights as {unusual[0]}", "give the BF16 or an FP32 release"
+            )
         return folder, partitions, first.config, dtypes
 
     def _weightless_checkpoint(
@@ -206,7 +217,9 @@ class _Build:
     ) -> tuple[PipelineFolder | None, dict[str, Partition], h3.Config, dict[str, torch.dtype]]:
         # Graphs need the configuration alone, and that of the release is known.
         name = self.config.model
-        model_config = h3.RELEASE_CONFIG if name == RELEASE else read_partition_config(name, self.config.partitions[0])
+        model_config = (
+            h3.RELEASE_CONFIG if name == RELEASE else read_partition_config(name, self.config.partitions[0])
+        )
         dtypes = {weight: h3.release_dtype(weight) for weight in parameter_shapes(model_config)}
         self._note("weightless: graphs only, weights and tables are left out")
         return None, {}, model_config, dtypes
@@ -221,9 +234,7 @@ class _Build:
         if not self.backend.lowers:
             return Lowered({}, ())
         if not present(self.target):
-            self._note(
-                f"{self.target.name} is not in this machine: the last lowering is left to `h3compile finalize` there"
-            )
+            self._note(f"{self.target.name} is not in this machine: run `h3compile finalize` where it is")
             return Lowered({}, tuple(region.name for region in work))
         self._phase("lower", len(work))
         return lower(work, program.facts.dims, self.backend, self.target, writer, self.progress)
@@ -329,7 +340,12 @@ class _Build:
         )
 
     def _report(
-        self, manifest: Manifest, program: Program, traced: Program, runs: Sequence[PassRun], writer: EngineWriter
+        self,
+        manifest: Manifest,
+        program: Program,
+        traced: Program,
+        runs: Sequence[PassRun],
+        writer: EngineWriter,
     ) -> None:
         self._phase("report", None)
         with tempfile.TemporaryDirectory() as scratch:

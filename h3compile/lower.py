@@ -72,7 +72,8 @@ def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFol
     target = find_target(manifest.target)
     if not present(target):
         raise EngineError(
-            f"{path} is for {target.name}, which is not in this machine", f"run this on a machine with {target.name}"
+            f"{path} is for {target.name}, which is not in this machine",
+            f"run this on a machine with {target.name}",
         )
     records = {record.name: record for record in manifest.regions}
     inputs = {port.name: parse_dtype(port.dtype) for port in manifest.inputs}
@@ -97,7 +98,7 @@ def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFol
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide what an engine does, by package; packages that are not installed are left out."""
+    """The versions that decide what an engine does, by package, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -63,9 +63,7 @@ def trace(config: Config, dtypes: Mapping[str, torch.dtype] | None = None) -> Pr
     weights: dict[str, Weight] = {}
     for node in placeholders:
         target = kinds[node.name].target
-        if target is None:
-            continue
-        if not node.users:
+        if target is None or not node.users:
             continue
         weight: Weight
         if target in computed:
@@ -81,7 +79,8 @@ def trace(config: Config, dtypes: Mapping[str, torch.dtype] | None = None) -> Pr
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
             origin = _origin(node)
-            clone = graph.create_node("call_function", node.target, args, kwargs, name=_label(node, origin, args))
+            label = _label(node, origin, args)
+            clone = graph.create_node("call_function", node.target, args, kwargs, name=label)
             clone.meta["origin"] = origin
             nodes[node] = clone
         elif node.op == "output":
@@ -140,8 +139,8 @@ def _label(node: fx.Node, origin: str, args: tuple[object, ...]) -> str | None:
 
 def _origin(node: fx.Node) -> str:
     """The module that made the node, as a dotted path."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = ""
-    for path, _ in stack.values():
-        pass
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = next(reversed(stack.values()))
     return str(path)

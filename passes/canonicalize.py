@@ -19,7 +19,12 @@ __all__ = ["Canonicalize"]
 aten = torch.ops.aten
 
 # Checks that torch.export adds; they return nothing, and the verifier propagates every shape anyway.
-_ASSERTIONS = frozenset({aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg})
+_ASSERTIONS = frozenset(
+    {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
+)
+
+# With one of these given, a cast may copy to another device or layout.
+_PLACEMENT = frozenset({"device", "layout", "memory_format"})
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def _clean(region: Region, matches: list[Match]) -> Region:
             continue
         matches.append(Match(kind, f"{region.name}/{node.name}"))
         if kind != "assertion":
-            mapping[node] = mapping[node.args[0]]  # type: ignore[index]
+            mapping[node] = mapping[node.args[0]]
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
             matches.append(Match("dead", f"{region.name}/{node.name}"))
@@ -77,7 +82,7 @@ def _nothing(node: fx.Node) -> str | None:
 
 
 def _same_type(node: fx.Node) -> bool:
-    if {"device", "layout", "memory_format"} & {key for key, value in node.kwargs.items() if value is not None}:
+    if any(node.kwargs.get(key) is not None for key in _PLACEMENT):
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)

@@ -83,7 +83,7 @@ def _row_wise(node: fx.Node) -> bool:
         return all(_is_constant(source) for source in node.all_input_nodes[1:])
     if node.target in _ALONG_A_DIM:
         dim = node.args[1] if len(node.args) > 1 else 0
-        return dim != 0
+        return isinstance(dim, int) and dim != 0
     return False
 
 

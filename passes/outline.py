@@ -101,7 +101,7 @@ class _Outliner:
             except NotIsomorphic as difference:
                 raise BuildError(
                     f"{repeat.path}.{i} is not the same computation as {repeat.path}.0 ({difference})",
-                    "take out outline with --passes=-outline",
+                    "take out outline with --passes -outline",
                 ) from difference
         used: dict[fx.Node, None] = {}
         for node in found[0]:
@@ -131,7 +131,8 @@ class _Outliner:
         for node, level in levels.items():
             for source in node.all_input_nodes:
                 if source in owner and node not in owner and owner[source][0] >= level:
-                    raise BuildError(f"{node.name} is needed before {groups[owner[source][0]].repeat.path} ends")
+                    path = groups[owner[source][0]].repeat.path
+                    raise BuildError(f"{node.name} is needed before {path} ends")
         return levels
 
     def _segment(

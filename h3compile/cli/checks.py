@@ -22,7 +22,6 @@ from h3compile.quality.units import size
 
 __all__ = ["Finding", "Status", "all_checks"]
 
-RELEASE = "MiniMaxAI/MiniMax-H3"
 _GIB = 2**30
 # Building takes at most three blocks of the release besides the interpreter and the tracer.
 _BUILD_MEMORY = 6 * _GIB
@@ -157,7 +156,7 @@ def _disk() -> Finding:
 
 def _model() -> Finding:
     try:
-        from h3compile.models.checkpoint import find_checkpoint
+        from h3compile.models.checkpoint import RELEASE, find_checkpoint
     except ImportError as error:
         return Finding(
             "model", Status.WARN, f"cannot look for it ({error})", "pip install 'h3compile[model]'"

@@ -27,7 +27,7 @@ def finalize(
       h3compile build --target b300 -o h3.h3e      (anywhere)
       h3compile finalize h3.h3e                    (on the B300)
     """
-    from h3compile.build import finalize as finish
+    from h3compile.lower import finalize as finish
 
     with shown() as progress:
         done = finish(engine, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from h3compile.engine.layout import SlotSpec, lay_out
 from h3compile.engine.manifest import CallRecord, PortRecord, RangeRecord, RegionRecord
@@ -14,6 +15,12 @@ from h3compile.program.stages import Stage
 from h3compile.program.weights import Load
 
 __all__ = ["call_records", "graph_path", "port_record", "range_of", "region_record", "stage_of"]
+
+_STAGES: Mapping[Stage, Literal["schedule", "request", "step"]] = {
+    Stage.SCHEDULE: "schedule",
+    Stage.REQUEST: "request",
+    Stage.STEP: "step",
+}
 
 
 def port_record(port: Port) -> PortRecord:
@@ -55,7 +62,7 @@ def call_records(program: Program) -> tuple[CallRecord, ...]:
         CallRecord(
             region=call.region,
             index=call.index,
-            stage=stages[call.name].value,
+            stage=_STAGES[stages[call.name]],
             inputs=call.inputs,
             outputs=call.outputs,
             range=call.name if call.weights else None,

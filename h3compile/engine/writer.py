@@ -140,7 +140,7 @@ class EngineWriter:
         digest.update(data)
         found = self._ranges.get(digest.hexdigest())
         if found is None:
-            self._write(path, (header, data), len(header) + len(data))
+            self._write(path, (header, data), len(header) + len(data), digest.hexdigest())
             found = self._ranges[digest.hexdigest()] = path
         linked = len(slots) < len(record.slots)
         return record.model_copy(update={"path": found, "sha256": None if linked else digest.hexdigest()})
@@ -180,9 +180,13 @@ class EngineWriter:
         final = manifest.model_copy(update={"files": files})
         final = final.model_copy(update={"fingerprint": final.resolved_fingerprint()})
         self.write_bytes(MANIFEST, final.encode())
+        # Not file by file: the disk has been writing them since, while the next ones were computed.
+        for path, record in self._files.items():
+            with self._disk_errors(path, record.size):
+                _sync(self._partial / path)
         with self._disk_errors(MANIFEST):
             for folder in (self._partial, *(path for path in self._partial.rglob("*") if path.is_dir())):
-                _sync_folder(folder)
+                _sync(folder)
             self._publish()
         return final
 
@@ -192,7 +196,7 @@ class EngineWriter:
             _require_replaceable(self.path, self._overwrite)
             self.path.rename(self._previous)
         self._partial.rename(self.path)
-        _sync_folder(self.path.parent)
+        _sync(self.path.parent)
 
     def _clean_up(self) -> None:
         if self._previous.exists():
@@ -223,15 +227,15 @@ class EngineWriter:
             target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
-    def _write(self, path: str, chunks: Iterable[_Bytes], size: int) -> None:
+    def _write(self, path: str, chunks: Iterable[_Bytes], size: int, sha256: str | None = None) -> None:
         target = self._claim(path)
         digest, written = hashlib.sha256(), 0
         with self._disk_errors(path, size), target.open("xb", buffering=0) as file:
             for chunk in chunks:
-                digest.update(chunk)
+                if sha256 is None:
+                    digest.update(chunk)
                 written += _write_all(file.fileno(), chunk)
-            os.fsync(file.fileno())
-        self._files[path] = FileRecord(size=written, sha256=digest.hexdigest())
+        self._files[path] = FileRecord(size=written, sha256=sha256 or digest.hexdigest())
 
     @contextmanager
     def _disk_errors(self, path: str, size: int = 0) -> Iterator[None]:
@@ -267,8 +271,8 @@ def _write_all(descriptor: int, chunk: _Bytes) -> int:
     return len(chunk)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -50,19 +50,25 @@ def order(passes: Sequence[Pass]) -> list[Pass]:
     for item in passes:
         for needed in item.requires:
             if needed not in known:
-                raise BuildError(f"pass {item.name!r} needs {needed!r}", f"add {needed}, or take out {item.name}")
+                raise BuildError(
+                    f"pass {item.name!r} needs {needed!r}", f"add {needed}, or take out {item.name}"
+                )
             graph.add_edge(needed, item.name)
         for other in item.after:
             if other in known:
                 graph.add_edge(other, item.name)
         for other in item.conflicts:
             if other in known:
-                raise BuildError(f"passes {item.name!r} and {other!r} exclude each other", "take one of them out")
+                raise BuildError(
+                    f"passes {item.name!r} and {other!r} exclude each other", "take one of them out"
+                )
     try:
         return [known[name] for name in nx.lexicographical_topological_sort(graph)]
     except nx.NetworkXUnfeasible as error:
         cycle = " -> ".join(source for source, _ in nx.find_cycle(graph))
-        raise BuildError(f"the passes {cycle} each want to run before the next", "take one of them out") from error
+        raise BuildError(
+            f"the passes {cycle} each want to run before the next", "take one of them out"
+        ) from error
 
 
 class Manager:
@@ -117,7 +123,9 @@ class Manager:
 
     def _checked(self, item: Pass, before: Program, rewrite: Rewrite) -> Program:
         if item.level is not None and rewrite.program.level != item.level:
-            raise VerificationError(f"pass {item.name!r} left the program at level {rewrite.program.level.name}")
+            raise VerificationError(
+                f"pass {item.name!r} left the program at level {rewrite.program.level.name}"
+            )
         if rewrite.program.facts is not before.facts or rewrite.program.outputs != before.outputs:
             raise VerificationError(f"pass {item.name!r} changed what the program computes for whom")
         try:
@@ -133,11 +141,12 @@ class Manager:
         for kind, expected in item.expects(before.facts).items():
             if counts.get(kind, 0) != expected:
                 raise BuildError(
-                    f"pass {item.name!r} matched {counts.get(kind, 0)} {kind} where this model has {expected}",
-                    f"report this, or build with --passes=-{item.name}",
+                    f"pass {item.name!r} matched {counts.get(kind, 0)} {kind}, this model has {expected}",
+                    f"report this, or build with --passes -{item.name}",
                 )
         if not counts and item.name not in self._allow_unmatched:
             raise BuildError(
-                f"pass {item.name!r} matched nothing", f"take it out, or allow it with --allow-unmatched {item.name}"
+                f"pass {item.name!r} matched nothing",
+                f"take it out, or allow it with --allow {item.name}",
             )
         return after

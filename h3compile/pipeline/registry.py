@@ -34,7 +34,8 @@ class Registry:
         """Register ``name``; `BuildError` when another pass has it already."""
         if name in self._loaders:
             raise BuildError(
-                f"two passes are called {name!r} ({self._origins[name]} and {origin})", "uninstall one of them"
+                f"two passes are called {name!r} ({self._origins[name]} and {origin})",
+                "uninstall one of them",
             )
         self._loaders[name] = loader
         self._origins[name] = origin

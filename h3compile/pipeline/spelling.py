@@ -90,7 +90,7 @@ def _parse(name: str, key: str, kind: object, text: str) -> object:
             if option is bool:
                 return {"true": True, "false": False}[text]
             if option in (int, float, str):
-                return option(text)  # type: ignore[operator]
+                return option(text)
             if typing.get_origin(option) is tuple:
                 item = typing.get_args(option)[0]
                 return tuple(item(part) for part in text.split("+"))

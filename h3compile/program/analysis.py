@@ -41,8 +41,7 @@ def mark(program: Program) -> Marks:
         for call in program.calls:
             region = program.regions[call.region]
             joined = [
-                stage | values[value]
-                for stage, value in zip(entering[call.region], call.inputs, strict=True)
+                stage | values[value] for stage, value in zip(entering[call.region], call.inputs, strict=True)
             ]
             if joined != entering[call.region]:
                 entering[call.region] = joined

@@ -30,7 +30,7 @@ def computed(graph: fx.Graph) -> list[fx.Node]:
 def returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The nodes whose values ``graph`` returns, in order."""
     output = next(iter(reversed(graph.nodes)))
-    return tuple(output.args[0])  # type: ignore[arg-type]
+    return tuple(output.args[0])
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -78,9 +78,7 @@ def cut(
     names it, an input otherwise. Every tensor node must carry its ``meta["port"]``.
     """
     inside = set(nodes)
-    reads = dict.fromkeys(
-        source for node in nodes for source in node.all_input_nodes if source not in inside
-    )
+    reads = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     inputs = tuple(node for node in reads if node not in weights)
     slots = tuple(node for node in reads if node in weights)
 

@@ -88,9 +88,7 @@ def _merge(program: Program, early: Call, late: Call) -> Program:
     )
     call = Call(name, 0, tuple(inputs), tuple(slots), tuple(kept))
     remaining = {key: region for key, region in program.regions.items() if key != early.region}
-    rewritten = tuple(
-        call if old is early else old for old in program.calls if old is not late
-    )
+    rewritten = tuple(call if old is early else old for old in program.calls if old is not late)
     return program.evolve(regions={**remaining, name: merged}, calls=rewritten)
 
 

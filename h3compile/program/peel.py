@@ -185,9 +185,7 @@ class _Splitter:
 def _crossing(program: Program, stage: Stage) -> tuple[str, ...]:
     """The values made by calls of ``stage`` and read by calls of another, in program order."""
     stages = execution_stages(program)
-    read = {
-        value for call in program.calls if stages[call.name] is not stage for value in call.inputs
-    }
+    read = {value for call in program.calls if stages[call.name] is not stage for value in call.inputs}
     return tuple(
         value
         for call in program.calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,7 +75,9 @@ def port_of(name: str, value: torch.Tensor, names: Mapping[str, str]) -> Port:
     return Port(name, value.dtype, tuple(_spell(size, names) for size in value.shape))
 
 
-def fake_inputs(region: Region, dims: Iterable[Dim], device: str = "cpu") -> tuple[list[torch.Tensor], _Symbols]:
+def fake_inputs(
+    region: Region, dims: Iterable[Dim], device: str = "cpu"
+) -> tuple[list[torch.Tensor], _Symbols]:
     """Fake tensors for every placeholder of ``region``, and the symbols they share."""
     symbols = _Symbols(dims)
     return [symbols.fake(port, torch.device(device)) for port in region.placeholders], symbols
@@ -89,7 +92,7 @@ def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Regio
     """
     inputs, symbols = fake_inputs(region, dims, device)
     graph = retarget(region.graph, device)
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}  # tensors, lengths and tuples of tensors
     feed = iter(inputs)
     outputs: tuple[Port, ...] = ()
     with symbols.mode:
@@ -103,7 +106,7 @@ def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Regio
                 symbols.check(f"{node.name} ({node.target})")
             else:
                 outputs = tuple(
-                    port_of(port.name, values[source], symbols.names)  # type: ignore[arg-type]
+                    port_of(port.name, values[source], symbols.names)
                     for port, source in zip(region.outputs, node.args[0], strict=True)
                 )
                 continue

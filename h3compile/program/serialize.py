@@ -173,7 +173,9 @@ def region_from_json(text: str) -> Region:
         for entry in record["nodes"]:
             args = tuple(_decode(argument, nodes) for argument in entry["args"])
             kwargs = {key: _decode(argument, nodes) for key, argument in entry.get("kwargs", {}).items()}
-            node = graph.create_node("call_function", _parse_op(entry["op"]), args, kwargs, name=entry["name"])
+            node = graph.create_node(
+                "call_function", _parse_op(entry["op"]), args, kwargs, name=entry["name"]
+            )
             if "origin" in entry:
                 node.meta["origin"] = entry["origin"]
             nodes[entry["name"]] = node

@@ -36,7 +36,7 @@ class Weight:
         """The weight's value on the CPU, contiguous, of ``shape`` and ``dtype``."""
         raise NotImplementedError
 
-    def keys(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:
         """The checkpoint keys the expression reads."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class Load(Weight):
     def evaluate(self, source: TensorSource) -> torch.Tensor:
         return source.read(self.key)
 
-    def keys(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:
         return (self.key,)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Literal(Weight):
     def evaluate(self, source: TensorSource) -> torch.Tensor:
         return torch.tensor(self.values, dtype=torch.float64).to(self.dtype).reshape(self.shape)
 
-    def keys(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:
         return ()
 
     def __str__(self) -> str:
@@ -101,8 +101,8 @@ class Cast(Weight):
     def evaluate(self, source: TensorSource) -> torch.Tensor:
         return self.operand.evaluate(source).to(self.dtype)
 
-    def keys(self) -> tuple[str, ...]:
-        return self.operand.keys()
+    def reads(self) -> tuple[str, ...]:
+        return self.operand.reads()
 
     def __str__(self) -> str:
         return f"cast({self.operand}, {str(self.dtype).removeprefix('torch.')})"
@@ -142,8 +142,8 @@ class Concat(Weight):
             start += size
         return out
 
-    def keys(self) -> tuple[str, ...]:
-        return tuple(key for operand in self.operands for key in operand.keys())
+    def reads(self) -> tuple[str, ...]:
+        return tuple(key for operand in self.operands for key in operand.reads())
 
     def __str__(self) -> str:
         return f"concat({', '.join(map(str, self.operands))})"
@@ -177,8 +177,8 @@ class Reorder(Weight):
         parts = self.operand.evaluate(source).chunk(self.groups)
         return torch.cat([parts[i] for i in self.order])
 
-    def keys(self) -> tuple[str, ...]:
-        return self.operand.keys()
+    def reads(self) -> tuple[str, ...]:
+        return self.operand.reads()
 
     def __str__(self) -> str:
         return f"reorder({self.operand}, {self.groups}, {self.order})"

@@ -58,6 +58,7 @@ def write_report(
     passes: Sequence[PassRun],
     operators: Mapping[str, Mapping[str, int]],
     weights_before: Mapping[str, int],
+    weights_after: Mapping[str, int] | None = None,
     files: Mapping[str, int],
     seconds: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
@@ -65,12 +66,13 @@ def write_report(
     """Write the report of a build to ``path``.
 
     ``operators`` counts the operators of each region by its name; ``weights_before`` gives the bytes of
-    one partition's weights by stage as they would be read with no pass run, usually all in ``step``;
+    one partition's weights by stage as they would be read with no pass run, usually all in ``step``, and
+    ``weights_after`` as this engine reads them, by default by the manifest, which has none when weightless;
     ``files`` the bytes of every file of the engine so far, by relative path; ``seconds`` the time of each
     phase of the build. The report is itself covered by the engine's digest and so cannot show it.
     """
     first = next(iter(manifest.partitions.values()), None)
-    after = weights_by_stage(manifest, first) if first else {}
+    after = weights_after or (weights_by_stage(manifest, first) if first else {})
     environment = Environment(
         loader=PackageLoader("h3compile.quality", ""),
         autoescape=True,

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from h3compile.engine.manifest import Manifest, PartitionRecord, RegionRecord
+from h3compile.program.analysis import execution_stages
+from h3compile.program.program import Program
 from h3compile.program.region import Region
 from h3compile.program.serialize import op_name
+from h3compile.program.stages import Stage
 
-__all__ = ["artifact_size", "folder_sizes", "operators", "weights_by_stage"]
+__all__ = ["artifact_size", "folder_sizes", "operators", "program_weights_by_stage", "weights_by_stage"]
 
 
 def operators(region: Region) -> Counter[str]:
@@ -32,6 +35,21 @@ def weights_by_stage(manifest: Manifest, partition: PartitionRecord) -> dict[str
     for name, record in partition.ranges.items():
         totals[stages.get(name, "unused")] += record.nbytes
     return {stage: totals[stage] for stage in ("step", "request", "schedule", "unused") if totals[stage]}
+
+
+def program_weights_by_stage(program: Program) -> dict[str, int]:
+    """The same of a program, written or not: the bytes of its weights by the stage that reads them."""
+    order = [stage.value for stage in Stage]
+    stages = execution_stages(program)
+    read: dict[str, str] = {}
+    for call in program.calls:
+        stage = stages[call.name].value
+        for weight in call.weights:
+            read[weight] = max(stage, read.get(weight, stage), key=order.index)
+    totals: Counter[str] = Counter()
+    for weight, stage in read.items():
+        totals[stage] += program.weights[weight].nbytes
+    return {stage: totals[stage] for stage in reversed(order) if totals[stage]}
 
 
 def artifact_size(region: RegionRecord, files: Mapping[str, int]) -> int:

@@ -53,8 +53,9 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch, engine: Path) -> Driver:
     made = Driver(engine)
     module = ModuleType("h3compile.build")
-    vars(module).update(BuildConfig=BuildConfig, build=made.build, finalize=made.finalize)
+    vars(module).update(BuildConfig=BuildConfig, build=made.build)
     monkeypatch.setitem(sys.modules, "h3compile.build", module)
+    monkeypatch.setattr("h3compile.lower.finalize", made.finalize)
     return made
 
 

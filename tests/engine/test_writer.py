@@ -217,6 +217,24 @@ def test_an_interrupted_replacement_keeps_the_old_engine(toy: Toy, monkeypatch: 
     assert {name for name in siblings(toy.path) if name.startswith(".")} == set()
 
 
+def test_everything_is_on_the_disk_before_it_is_in_place(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def check(self: Path, target: Path) -> Path:
+        assert {path.stat().st_ino for path in (self, *self.rglob("*"))} <= synced
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "rename", check)
+    toy.write()
+    assert toy.folder.stat().st_ino in synced  # and the new name with it
+
+
 def test_a_link_to_an_engine_stays_a_link(toy: Toy) -> None:
     toy.write()
     link = toy.folder / "current.h3e"

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from h3compile.errors import Interrupted
+from h3compile.runtime.executors import Executor
+from h3compile.runtime.runner import BoundCall, Runner, last_reads
+
+CPU = torch.device("cpu")
+
+
+def call(name: str, inputs: str, outputs: str, run=None) -> BoundCall:
+    def add(arguments):
+        return tuple(sum(arguments) + i for i in range(len(outputs.split())))
+
+    return BoundCall(name, tuple(inputs.split()), tuple(outputs.split()), Executor(name, run or add), ())
+
+
+def test_calls_run_in_order_and_outputs_come_back() -> None:
+    runner = Runner([call("f", "x", "a b"), call("g", "a b", "c")], ["c", "a"], CPU)
+    assert [float(v) for v in runner.run({"x": torch.tensor(1.0)}, {}, lambda: None)] == [3.0, 1.0]
+
+
+def test_every_value_dies_with_its_last_reader() -> None:
+    calls = [call("f", "x", "a"), call("g", "a x", "b"), call("h", "b", "c")]
+    assert [set(names) for names in last_reads(calls, ["c"])] == [set(), {"a", "x"}, {"b"}]
+    assert [set(names) for names in last_reads(calls, ["c", "a"])] == [set(), {"x"}, {"b"}]
+
+
+def test_a_value_is_freed_before_the_next_call_begins() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def run(arguments):
+        alive.append([ref() is not None for ref in made])
+        result, unread = arguments[0] + 1, arguments[0] + 2
+        made.extend((weakref.ref(result), weakref.ref(unread)))
+        return result, unread
+
+    calls = [call(str(i), f"v{i}", f"v{i + 1} u{i}", run) for i in range(3)]
+    Runner(calls, ["v3"], CPU).run({"v0": torch.tensor(0.0)}, {}, lambda: None)
+    assert alive == [[], [True, False], [False, False, True, False]]
+
+
+def test_what_no_call_makes_is_asked_of_the_source_once() -> None:
+    class Source:
+        asked: list[str] = []
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            self.asked.append(name)
+            return torch.tensor(10.0)
+
+    runner = Runner([call("f", "x t", "a"), call("g", "a t", "b")], ["b"], CPU)
+    assert runner.run({"x": torch.tensor(1.0)}, Source(), lambda: None)[0] == 21.0
+    assert Source.asked == ["t"]
+
+
+def test_a_stop_is_obeyed_between_two_calls() -> None:
+    ran: list[str] = []
+
+    def run(arguments):
+        ran.append("f")
+        return (arguments[0],)
+
+    def check() -> None:
+        if len(ran) == 2:
+            raise Interrupted("stop")
+
+    runner = Runner([call(str(i), f"v{i}", f"v{i + 1}", run) for i in range(5)], ["v5"], CPU)
+    with pytest.raises(Interrupted):
+        runner.run({"v0": torch.tensor(0.0)}, {}, check)
+    assert len(ran) == 2
