@@ -42,7 +42,6 @@ def inspect(
       h3compile inspect h3.h3e --verify
     """
     from h3compile.engine.loader import open_engine
-    from h3compile.program.printer import print_region
 
     folder = open_engine(engine, verify=verify)
     console = stdout()
@@ -51,7 +50,7 @@ def inspect(
         print(folder.manifest.encode().decode(), end="")
     elif ir:
         for record in chosen:
-            print(print_region(_read(folder, record)))
+            print(_graph(folder, record))
     elif region is None:
         _print_engine(console, folder)
     else:
@@ -73,8 +72,19 @@ def _read(folder: EngineFolder, record: RegionRecord) -> Region:
     return region_from_json(folder.read_text(record.graph))
 
 
+def _graph(folder: EngineFolder, record: RegionRecord) -> str:
+    """The graph as text; the types of its nodes are not stored and so found again."""
+    from h3compile.program.facts import Dim
+    from h3compile.program.printer import print_region
+    from h3compile.program.propagate import propagate
+
+    # Any length above the least serves: every dimension stays a symbol.
+    dims = [Dim(name, 64 + smallest, smallest) for name, smallest in folder.manifest.dims.items()]
+    return print_region(propagate(_read(folder, record), dims)) + "\n"
+
+
 def _print_engine(console: Console, folder: EngineFolder) -> None:
-    from h3compile.quality.summary import artifact_size, folder_sizes, operators, weights_by_stage
+    from h3compile.quality.summary import artifact_size, folder_sizes, in_order, operators, weights_by_stage
     from h3compile.quality.units import forwards, size
 
     manifest = folder.manifest
@@ -112,7 +122,7 @@ def _print_engine(console: Console, folder: EngineFolder) -> None:
                     ", ".join(port.name for port in record.outputs),
                     size(artifact_size(record, files)) if record.artifact else "graph only",
                 )
-                for record in _by_call(manifest)
+                for record in in_order(manifest)
             ),
             numbers=("calls", "operators", "artifact"),
         )
@@ -179,11 +189,6 @@ def _print_region(console: Console, folder: EngineFolder, record: RegionRecord) 
             ),
         )
     )
-
-
-def _by_call(manifest: Manifest) -> list[RegionRecord]:
-    order = list(dict.fromkeys(call.region for call in manifest.calls))
-    return sorted(manifest.regions, key=lambda record: order.index(record.name))
 
 
 def _stages(manifest: Manifest, record: RegionRecord) -> str:

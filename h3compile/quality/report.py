@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h3compile.engine.manifest import CallRecord, Manifest, PortRecord, RegionRecord
 from h3compile.pipeline.manager import PassRun
-from h3compile.quality.summary import artifact_size, folder_sizes, weights_by_stage
+from h3compile.quality.summary import artifact_size, folder_sizes, in_order, weights_by_stage
 from h3compile.quality.units import forwards, size
 
 __all__ = ["write_report"]
@@ -85,7 +85,7 @@ def write_report(
         manifest=manifest,
         fingerprint=manifest.fingerprint or manifest.resolved_fingerprint(),
         schedules=[forwards(steps) for steps in manifest.schedules],
-        regions=[_region_row(manifest, region, operators, files) for region in manifest.regions],
+        regions=[_region_row(manifest, region, operators, files) for region in in_order(manifest)],
         passes=[(run, _differences(run)) for run in passes],
         bars=_bars(weights_before, after),
         before_total=sum(weights_before.values()),

@@ -12,7 +12,14 @@ from h3compile.program.region import Region
 from h3compile.program.serialize import op_name
 from h3compile.program.stages import Stage
 
-__all__ = ["artifact_size", "folder_sizes", "operators", "program_weights_by_stage", "weights_by_stage"]
+__all__ = [
+    "artifact_size",
+    "folder_sizes",
+    "in_order",
+    "operators",
+    "program_weights_by_stage",
+    "weights_by_stage",
+]
 
 
 def operators(region: Region) -> Counter[str]:
@@ -50,6 +57,12 @@ def program_weights_by_stage(program: Program) -> dict[str, int]:
     for weight, stage in read.items():
         totals[stage] += program.weights[weight].nbytes
     return {stage: totals[stage] for stage in reversed(order) if totals[stage]}
+
+
+def in_order(manifest: Manifest) -> list[RegionRecord]:
+    """The regions in the order of their first calls."""
+    order = list(dict.fromkeys(call.region for call in manifest.calls))
+    return sorted(manifest.regions, key=lambda region: order.index(region.name))
 
 
 def artifact_size(region: RegionRecord, files: Mapping[str, int]) -> int:
