@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from h3compile.backends.inductor_kernels import collect_kernels
+from h3compile.backends.inductor_options import PORTABLE_FEATURES, InductorOptions, settings_for
 from h3compile.backends.inductor_shapes import Length, SymbolicInputs, at_largest, fake_values, lengths_of
 from h3compile.backends.inductor_source import launch_sequence
 from h3compile.engine.artifact import INFO_FILE, SOURCE_FILE, ArtifactInfo, InputInfo, LengthInfo
@@ -38,31 +38,6 @@ __all__ = ["LARGEST_LENGTH", "CompiledRegion", "InductorOptions", "compile_regio
 # Rows. The longest clip of the release is about 109,000; reports go to 198,000.
 LARGEST_LENGTH = 1 << 18
 
-# What -march=x86-64-v3 lets a compiler use.
-_PORTABLE_FEATURES = frozenset(
-    {"sse", "sse2", "ssse3", "sse4_1", "sse4_2", "popcnt", "movbe", "abm"}
-    | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma"}
-)
-
-
-@dataclass(frozen=True)
-class InductorOptions:
-    """Choices that change the code of a region, but not what it computes beyond rounding.
-
-    ``max_autotune`` and ``coordinate_descent`` tune GPU kernels by measurement. ``precision_casts``
-    rounds between fused BF16 operations as eager does; without it chains stay FP32, which is closer to
-    float64. ``portable`` compiles CPU code for x86-64-v3 instead of this CPU. ``attention`` names the
-    `SDPBackend` choices in order, such as ``("cudnn_attention", "flash_attention")``; empty means torch's
-    own order. ``workers`` limits compiler processes; 0 means the CPU count, and one for a GPU.
-    """
-
-    max_autotune: bool = False
-    coordinate_descent: bool = False
-    precision_casts: bool = False
-    portable: bool = False
-    attention: tuple[str, ...] = ()
-    workers: int = 0
-
 
 @dataclass(frozen=True)
 class CompiledRegion:
@@ -72,56 +47,6 @@ class CompiledRegion:
     info: ArtifactInfo
     size: int
     seconds: float
-
-
-def _settings(options: InductorOptions, device: torch.device) -> dict[str, object]:
-    """Inductor's configuration for a region: everything that is pinned, with the reason."""
-    settings: dict[str, object] = {
-        # The artifact is the cache; a hit in Inductor's own would return code of an older build.
-        "fx_graph_cache": False,
-        "fx_graph_remote_cache": False,
-        "autotune_remote_cache": False,
-        # Weights are inputs of every call.
-        "freezing": False,
-        "cpp.weight_prepack": False,
-        # It would copy weights into padded buffers at every call.
-        "shape_padding": False,
-        "max_autotune": options.max_autotune,
-        "coordinate_descent_tuning": options.coordinate_descent,
-        "emulate_precision_casts": options.precision_casts,
-        # One plain `call`, without code to benchmark it.
-        "benchmark_harness": False,
-        "graph_partition": False,
-        "triton.cudagraphs": False,
-        "cpp_wrapper": False,
-        # Strides and sizes of inputs are asserted by the launch sequence.
-        "size_asserts": True,
-        # The thread count is that of the process that runs.
-        "cpp.dynamic_threads": True,
-        "cpp.enable_unsafe_math_opt_flag": False,
-        "cpp.enable_floating_point_contract_flag": "off",
-        # One configuration a Triton kernel, chosen now, launchable from its cubin.
-        "triton.autotune_at_compile_time": device.type == "cuda",
-        "use_static_triton_launcher": True,
-        "static_launch_user_defined_triton_kernels": True,
-        "compile_threads": _workers(options, device),
-    }
-    if options.portable:
-        settings |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
-    # Line tables hold paths of this machine. The switch is newer than the oldest torch supported.
-    if hasattr(inductor_config, "aot_inductor.enable_line_tables"):
-        settings["aot_inductor.enable_line_tables"] = False
-    unknown = sorted(key for key in settings if not hasattr(inductor_config, key))
-    if unknown:
-        raise BuildError(
-            f"torch {torch.__version__} has no Inductor setting {unknown[0]}", "use a newer torch"
-        )
-    return settings
-
-
-def _workers(options: InductorOptions, device: torch.device) -> int:
-    # C++ compilers run below a thread pool. Triton uses a pool of processes, which one worker avoids.
-    return options.workers or (1 if device.type == "cuda" else os.cpu_count() or 1)
 
 
 def _prepared(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -150,7 +75,7 @@ def _tracing(
         stack.enter_context(inductor_config.patch(dict(settings)))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         # Decides layout questions as for a size that may be 1, without fixing the answer.
-        stack.enter_context(symbolic_config.patch(backed_size_oblivious=True))
+        stack.enter_context(symbolic_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         if attention:
             names = [name.upper() for name in attention]
             stack.enter_context(
@@ -206,7 +131,7 @@ def _write(
     output.mkdir(parents=True)
     kernels = collect_kernels(_globals_of(code), sequence.kernels, output)
     aligned = set(code.inputs_to_check)
-    features = cpu_features() & _PORTABLE_FEATURES if options.portable else cpu_features()
+    features = cpu_features() & PORTABLE_FEATURES if options.portable else cpu_features()
     info = ArtifactInfo(
         device="cuda" if device.type == "cuda" else "cpu",
         arch=device_arch(device),
@@ -259,7 +184,7 @@ def compile_region(
     started = perf_counter()
     values = fake_values(graph_module.graph)
     lengths = lengths_of(graph_module.graph, largest or {}, LARGEST_LENGTH)
-    settings = _settings(options, target)
+    settings = settings_for(options, target)
     with _workers_stopped(target):
         code, inputs = _compile_free(graph_module, values, lengths, settings, options, target)
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -95,8 +95,10 @@ def collect_kernels(
         kernel = module[name]
         if kind == "cpp_pybinding":
             assert callable(kernel)
-            info: LibraryInfo | CubinInfo = LibraryInfo(file=f"{name}.so")
-            shutil.copyfile(_library_of(name, kernel), folder / info.file)
+            library = _library_of(name, kernel).read_bytes()
+            digest = hashlib.sha256(library).hexdigest()[:16]
+            info: LibraryInfo | CubinInfo = LibraryInfo(file=f"{name}.{digest}.so")
+            (folder / info.file).write_bytes(library)
         elif kind == "triton":
             result = _chosen(name, kernel)  # type: ignore[arg-type]
             info = cubin_info(name, result)

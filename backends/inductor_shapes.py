@@ -109,6 +109,7 @@ class SymbolicInputs:
             size = self.env.create_symintnode(symbol, hint=length.hint, source=source)
             assert not isinstance(size, (float, bool))
             self._sizes[length.symbol] = size
+        self._names = {self._symbols[length.symbol]: sympy.Symbol(length.name) for length in self.lengths}
         self.tensors = [self._fake(value, device) for value in values]
 
     def _renew(self, size: int | torch.SymInt) -> int | torch.SymInt:
@@ -125,31 +126,22 @@ class SymbolicInputs:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
 
     def spelled(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int | str, ...]:
-        """Sizes with every symbol replaced by the name of its length where it stands alone."""
-        names = {
-            symbol: length.name for length, symbol in zip(self.lengths, self._symbols.values(), strict=True)
-        }
-        spelled: list[int | str] = []
-        for size in sizes:
-            expression = _expression(size)
-            spelled.append(
-                int(expression) if expression.is_number else names.get(expression, str(expression))
-            )
-        return tuple(spelled)
+        """Sizes in numbers and expressions over the names of the lengths."""
+        expressions = (_expression(size).xreplace(self._names) for size in sizes)
+        return tuple(int(size) if size.is_number else str(size) for size in expressions)
 
     def assumptions(self) -> tuple[str, ...]:
         """What the compiled code takes for granted about the lengths, with names for symbols.
 
         Raises `BuildError` naming the length when one was fixed to a value, or tied to another.
         """
-        named = {self._symbols[length.symbol]: sympy.Symbol(length.name) for length in self.lengths}
         for symbol, value in self.env.replacements.items():
-            if symbol in named and value != symbol:
+            if symbol in self._names and value != symbol:
                 raise BuildError(
-                    f"the compiled region fixes {named[symbol]} to {value.xreplace(named)}",
+                    f"the compiled region fixes {self._names[symbol]} to {value.xreplace(self._names)}",
                     "keep this length free in the model, or lower the region with --backend eager",
                 )
-        return tuple(dict.fromkeys(str(guard.expr.xreplace(named)) for guard in self.env.guards))
+        return tuple(dict.fromkeys(str(guard.expr.xreplace(self._names)) for guard in self.env.guards))
 
     def _proven(self, guard: sympy.Basic, smallest: int) -> bool:
         ranges = {
@@ -166,8 +158,7 @@ class SymbolicInputs:
             about = tuple(
                 length for length in self.lengths if self._symbols[length.symbol] in guard.expr.free_symbols
             )
-            names = {self._symbols[length.symbol]: sympy.Symbol(length.name) for length in about}
-            return about, str(guard.expr.xreplace(names))
+            return about, str(guard.expr.xreplace(self._names))
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from h3compile.cli.console import facts, stdout
+from h3compile.cli.console import device, facts, stdout
 from h3compile.cli.progress import shown
 from h3compile.cli.recipe import invalid, merged, read_recipe
 
@@ -125,7 +125,7 @@ def build(
     rows = [
         ("engine", str(engine.path)),
         ("digest", engine.digest),
-        ("target", f"{manifest.target} ({manifest.arch}), {manifest.backend}"),
+        ("target", f"{device(manifest.target, manifest.arch)}, {manifest.backend}"),
         ("passes", ", ".join(record.spelled for record in manifest.passes) or "none"),
         ("report", str(engine.path / "report.html")),
         ("took", f"{time.monotonic() - begun:.1f} s"),

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["facts", "stderr", "stdout", "table"]
+__all__ = ["device", "facts", "stderr", "stdout", "table"]
 
 
 def stdout() -> Console:
@@ -37,6 +37,11 @@ def table(
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return made
+
+
+def device(target: str, arch: str) -> str:
+    """A target with its architecture, where that is not its name."""
+    return target if arch == target else f"{target} ({arch})"
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from h3compile.cli.console import facts, stdout, table
+from h3compile.cli.console import device, facts, stdout, table
 from h3compile.errors import H3CompileError, nearest
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _print_engine(console: Console, folder: EngineFolder) -> None:
         ("fingerprint", manifest.fingerprint),
         ("model", f"{manifest.model}, {manifest.dtype}"),
         ("configuration", config),
-        ("target", f"{manifest.target} ({manifest.arch}), {manifest.backend}"),
+        ("target", f"{device(manifest.target, manifest.arch)}, {manifest.backend}"),
         ("schedules", "; ".join(forwards(steps) for steps in manifest.schedules) or "none folded"),
         ("weights", manifest.weights),
         ("components", manifest.model_path or "not recorded: run takes --model"),

@@ -46,4 +46,6 @@ def invalid(error: ValidationError) -> H3CompileError:
     """The first complaint about a set of options, as one line."""
     first = error.errors()[0]
     option = ".".join(str(part) for part in first["loc"]) or "options"
+    if first["type"] == "value_error":  # our own sentence, which says it all
+        return H3CompileError(option, first["msg"].removeprefix("Value error, "))
     return H3CompileError(f"{option} cannot be {first['input']!r}", first["msg"])

@@ -39,7 +39,11 @@ class _Info(BaseModel):
 
 
 class LibraryInfo(_Info):
-    """A CPU kernel: an extension module in a shared library."""
+    """A CPU kernel: an extension module in a shared library.
+
+    ``file`` carries a digest of its content: a process that has mapped a library gets the same one for
+    the same path, whatever the path holds by then.
+    """
 
     kind: Literal["library"] = "library"
     file: str

@@ -58,6 +58,8 @@ def _check_machine(info: ArtifactInfo, device: torch.device, path: Path) -> None
 
 
 def _load_kernel(path: Path, kernel: LibraryInfo | CubinInfo, device: torch.device) -> Kernel:
+    if not (path / kernel.file).is_file():
+        raise FileNotFoundError(f"no {kernel.file}")
     if isinstance(kernel, LibraryInfo):
         return load_library(path / kernel.file)
     return load_cubin(
@@ -155,7 +157,7 @@ def load_artifact(path: Path, device: torch.device | str) -> RegionFunction:
         source = (path / SOURCE_FILE).read_text()
         kernels = {name: _load_kernel(path, kernel, device) for name, kernel in info.kernels.items()}
     except OSError as error:
-        raise EngineError(f"region {path.name} is incomplete: {error}", "build the engine again") from error
+        raise EngineError(f"region {path.name} is incomplete ({error})", "build the engine again") from error
     namespace.update(kernels)
     exec(compile(source, str(path / SOURCE_FILE), "exec"), namespace)
     call = namespace["call"]
@@ -168,6 +170,6 @@ def load_artifact(path: Path, device: torch.device | str) -> RegionFunction:
             # The launch sequence empties the list it is given, to free what it no longer needs.
             return tuple(call(list(inputs)))
         except AssertionError as error:
-            raise EngineError(f"an input does not fit region {path.name}: {error}") from error
+            raise EngineError(f"an input does not fit region {path.name} ({error})") from error
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -36,9 +35,8 @@ def load_library(path: Path) -> Callable[..., None]:
 
     Raises `EngineError` when the library cannot be mapped. The environment is as before on return.
     """
-    # The interpreter keeps extension modules by name and path: the digest keeps a replaced file apart.
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    name = f"h3compile_{digest}.kernel"
+    # The last part names the initializer; the rest, with the digest in the file's name, keeps kernels apart.
+    name = f"h3compile_{path.stem.replace('.', '_')}.kernel"
     accessor: int = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     with _IMPORTING:
         before = os.environ.get(_ACCESSOR_VARIABLE)
@@ -50,7 +48,9 @@ def load_library(path: Path) -> Callable[..., None]:
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
         except ImportError as error:
-            raise EngineError(f"{path.name} cannot be loaded: {error}", "finalize the engine here") from error
+            raise EngineError(
+                f"{path.name} cannot be loaded ({error})", "finalize the engine here"
+            ) from error
         finally:
             if before is None:
                 del os.environ[_ACCESSOR_VARIABLE]
@@ -87,14 +87,12 @@ def load_cubin(
     Raises `EngineError` when the driver refuses the cubin.
     """
     driver = torch._C._StaticCudaLauncher
-    if not path.exists():
-        raise FileNotFoundError(f"no {path.name}")
     try:
         with torch.cuda.device(device):
             # (function, registers, spills), since torch 2.13 after the module that owns the function.
             function = driver._load_kernel(str(path), entry, shared, device.index)[-3]
     except RuntimeError as error:
-        raise EngineError(f"{path.name} cannot be loaded: {error}", "finalize the engine here") from error
+        raise EngineError(f"{path.name} cannot be loaded ({error})", "finalize the engine here") from error
     tail = ", ".join([*passed, *["None"] * null_arguments])
     arguments = f"({tail},)" if tail else "()"
     types = argument_types + "O" * null_arguments

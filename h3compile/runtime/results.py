@@ -41,33 +41,30 @@ class TransformerOutput:
 class FrozenConfig(Mapping[str, ConfigValue]):
     """The model's configuration, by attribute or by item; it cannot be changed."""
 
-    __slots__ = ("_values",)
+    _values: Mapping[str, ConfigValue]
 
     def __init__(self, values: Mapping[str, ConfigValue]) -> None:
-        object.__setattr__(self, "_values", dict(values))
+        # Into the dictionary and not by assignment, which this class refuses.
+        self.__dict__["_values"] = dict(values)
 
     def __getitem__(self, name: str) -> ConfigValue:
-        values: dict[str, ConfigValue] = object.__getattribute__(self, "_values")
-        return values[name]
+        return self._values[name]
 
     def __getattr__(self, name: str) -> ConfigValue:
-        if name.startswith("__"):  # copy and pickle ask for these before there are values
-            raise AttributeError(name)
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the model's configuration has no {name!r}") from None
+        # Reached only for what is no attribute; copies and pickles ask before there are values.
+        values: Mapping[str, ConfigValue] = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"the model's configuration has no {name!r}")
+        return values[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("an engine's configuration cannot be changed")
 
     def __iter__(self) -> Iterator[str]:
-        values: dict[str, ConfigValue] = object.__getattribute__(self, "_values")
-        return iter(values)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        values: dict[str, ConfigValue] = object.__getattribute__(self, "_values")
-        return len(values)
+        return len(self._values)
 
     def __repr__(self) -> str:
         return f"FrozenConfig({dict(self)})"

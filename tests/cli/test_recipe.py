@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, field_validator
 
 from h3compile.cli.recipe import invalid, merged, read_recipe
 from h3compile.errors import H3CompileError
@@ -55,10 +55,25 @@ def test_what_is_typed_goes_before_the_recipe() -> None:
     assert merged({"target": "b300", "passes": "fp8"}, typed) == {"target": "h200", "passes": "fp8"}
 
 
-def test_a_wrong_type_is_one_line() -> None:
-    class Config(BaseModel):
-        steps: list[int]
+class Config(BaseModel):
+    steps: list[int]
 
+    @field_validator("steps")
+    @classmethod
+    def _steps(cls, steps: list[int]) -> list[int]:
+        if min(steps) < 2:
+            raise ValueError("a schedule has at least 2 grid points")
+        return steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        (["many"], "steps.0 cannot be 'many': Input should be a valid integer"),
+        ([1], "steps: a schedule has at least 2 grid points"),
+    ],
+)
+def test_a_wrong_value_is_one_line(steps: list[object], line: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        Config.model_validate({"steps": ["many"]})
-    assert str(invalid(caught.value)).startswith("steps.0 cannot be 'many': Input should be a valid integer")
+        Config.model_validate({"steps": steps})
+    assert str(invalid(caught.value)).startswith(line)

@@ -56,7 +56,7 @@ def test_an_artifact_is_loaded_once_and_a_schedule_region_never_uses_it(
 def test_an_artifact_of_an_unknown_backend_is_refused(engine: Path) -> None:
     artifact = ArtifactRecord(backend="abacus", target="cpu", path="regions/refine.json")
     record = region(engine, "refine").model_copy(update={"artifact": artifact})
-    with pytest.raises(EngineError, match="region refine was lowered by 'abacus'.*upgrade"):
+    with pytest.raises(EngineError, match=r"region refine was lowered by 'abacus'.*upgrade"):
         executor_for(open_engine(engine), record, CPU, Pool(), interpret=False)
 
 

@@ -39,7 +39,15 @@ def test_calls_fall_into_their_stages(manifest: Manifest) -> None:
 def test_without_tables_schedule_calls_are_steps(manifest: Manifest) -> None:
     program = link(manifest.model_copy(update={"tables": ()}))
     assert program.schedule == () and program.timestep is None
-    assert [call.region for call in program.step] == ["schedule", "mod", "mod", "embed", "block", "block", "head"]
+    assert [call.region for call in program.step] == [
+        "schedule",
+        "mod",
+        "mod",
+        "embed",
+        "block",
+        "block",
+        "head",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,11 @@ def test_without_tables_schedule_calls_are_steps(manifest: Manifest) -> None:
         ("refine.0", {"inputs": ("text_0", "text_0")}, "refine.0 does not fit the ports of its region"),
         ("refine.0", {"range": None}, "refine.0 has no weights"),
         ("head.0", {"outputs": ("a", "b")}, "the output sample is made by no call"),
-        ("block.1", {"inputs": ("x_1", "cos", "timestep_indices", "token_tags", "table_0")}, "list of tables"),
+        (
+            "block.1",
+            {"inputs": ("x_1", "cos", "timestep_indices", "token_tags", "table_0")},
+            "list of tables",
+        ),
     ],
 )
 def test_a_program_that_cannot_run_is_refused(

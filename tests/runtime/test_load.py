@@ -57,7 +57,10 @@ def test_the_digest_that_is_expected_is_checked(engine: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"pending": ("block", "head")}, r"is not finished: block, head wait for cpu: run `h3compile finalize"),
+        (
+            {"pending": ("block", "head")},
+            r"is not finished: block, head wait for cpu: run `h3compile finalize",
+        ),
         ({"weights": "none"}, "holds no weights: build it without --weightless"),
         ({"outputs": ("sample",)}, "is an engine of Toy, which has other inputs"),
         ({"inputs": ()}, "is an engine of Toy, which has other inputs"),
@@ -75,7 +78,10 @@ def test_an_engine_that_cannot_run_here_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"partition": "transformer_reg"}, r"no partition 'transformer_reg': did you mean 'transformer_ref'\?"),
+        (
+            {"partition": "transformer_reg"},
+            r"no partition 'transformer_reg': did you mean 'transformer_ref'\?",
+        ),
         ({"device": "cuda"}, r"was built for cpu \(cpu\) and cannot run on cuda"),
         ({"device": "toaster"}, "'toaster' is not a device"),
     ],

@@ -13,13 +13,13 @@ from h3compile.runtime.stats import Stats
 class Chain:
     """text -> a -> b -> refined; positions -> cos. Records what ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: tuple[str, ...] = ("refined", "cos")) -> None:
         self.ran: list[str] = []
         self.stats = Stats()
         edges = (("text", "a"), ("a", "b"), ("positions", "cos"), ("b", "refined"))
-        self.memo = RequestMemo([self._call(*edge) for edge in edges], ("refined", "cos"), self.stats)
+        self.memo = RequestMemo([self._call(*edge) for edge in edges], kept, self.stats)
         self.inputs = {"text": torch.tensor(1.0), "positions": torch.tensor(10.0)}
-        self.stop_before: str | None = None
+        self.stop_after_two = False
 
     def _call(self, source: str, target: str) -> BoundCall:
         def run(arguments):
@@ -30,8 +30,8 @@ class Chain:
 
     def values(self) -> dict[str, float]:
         def check() -> None:
-            if self.stop_before is not None and len(self.ran) == 2:
-                self.stop_before = None
+            if self.stop_after_two and len(self.ran) == 2:
+                self.stop_after_two = False
                 raise Interrupted("stop")
 
         return {name: value.item() for name, value in self.memo.values(self.inputs, check).items()}
@@ -64,12 +64,22 @@ def test_a_change_of_something_else_recomputes_nothing() -> None:
 
 def test_after_a_stop_no_stale_value_is_used() -> None:
     chain = Chain()
-    chain.stop_before = "cos"
+    chain.stop_after_two = True
     with pytest.raises(Interrupted):
         chain.values()
     chain.inputs["text"] = torch.tensor(2.0)
     chain.memo.invalidate({"text"})
     assert chain.values() == {"refined": 5.0, "cos": 11.0}
+
+
+def test_after_a_stop_what_is_complete_is_not_computed_again() -> None:
+    chain = Chain(kept=("b", "refined", "cos"))
+    chain.stop_after_two = True
+    with pytest.raises(Interrupted):
+        chain.values()
+    chain.ran.clear()
+    assert chain.values() == {"b": 3.0, "refined": 4.0, "cos": 11.0}
+    assert chain.ran == ["cos", "refined"]
 
 
 def test_release_frees_and_only_kept_values_are_held() -> None:

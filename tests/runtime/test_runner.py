@@ -46,16 +46,16 @@ def test_a_value_is_freed_before_the_next_call_begins() -> None:
 
 
 def test_what_no_call_makes_is_asked_of_the_source_once() -> None:
-    class Source:
-        asked: list[str] = []
+    asked: list[str] = []
 
+    class Source:
         def __getitem__(self, name: str) -> torch.Tensor:
-            self.asked.append(name)
+            asked.append(name)
             return torch.tensor(10.0)
 
     runner = Runner([call("f", "x t", "a"), call("g", "a t", "b")], ["b"], CPU)
     assert runner.run({"x": torch.tensor(1.0)}, Source(), lambda: None)[0] == 21.0
-    assert Source.asked == ["t"]
+    assert asked == ["t"]
 
 
 def test_a_stop_is_obeyed_between_two_calls() -> None:

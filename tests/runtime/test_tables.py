@@ -118,6 +118,23 @@ def test_the_budget_bounds_what_is_kept_and_folded_rows_stay(make) -> None:
     assert len(cold.read) == reads + 3
 
 
+def test_the_least_recently_used_leaves_first(make) -> None:
+    tables, cold, _ = make(budget=2 * ENTRY)
+    for t in (0.1, 0.2, 0.1, 0.3):
+        tables.rows((t,))
+    reads = len(cold.read)
+    tables.rows((0.1,))
+    assert len(cold.read) == reads
+
+
+def test_the_tables_of_two_steps_never_exist_together(make) -> None:
+    tables, _, _ = make()
+    tables.rows((0.1, 0.2))
+    held: list[int] = []
+    tables.rows((0.3, 0.4), lambda: held.append(tables.nbytes))
+    assert set(held) == {2 * ENTRY}
+
+
 def test_a_step_larger_than_the_budget_still_runs(kit, make) -> None:
     tables, _, _ = make(budget=0)
     assert_equal(tables.rows((0.1, 0.2)), expected(kit, (0.1, 0.2)))
@@ -148,7 +165,7 @@ def test_prepare_evaluates_a_schedule_in_one_pass(make) -> None:
 
 def test_prepare_refuses_what_does_not_fit(make) -> None:
     tables, cold, _ = make(budget=2 * ENTRY)
-    with pytest.raises(H3CompileError, match="tables of 3 new timesteps take .* GiB, the budget is"):
+    with pytest.raises(H3CompileError, match=r"tables of 3 new timesteps take .* GiB, the budget is"):
         tables.prepare((0.1, 0.2, 0.3))
     assert cold.read == []
 
@@ -181,7 +198,9 @@ def test_tables_that_lack_a_call_are_refused(kit, make) -> None:
 
 
 def test_tables_of_another_shape_are_refused(kit, make) -> None:
-    other = [(call, {n: v[:, :1] for n, v in values.items()}) for call, values in kit.fold(kit.weights(), [0])]
+    other = [
+        (call, {n: v[:, :1] for n, v in values.items()}) for call, values in kit.fold(kit.weights(), [0])
+    ]
     with pytest.raises(EngineError, match=r"table table_0 of mod.0 does not fit the program"):
         make((0.0,), tables=other)
 

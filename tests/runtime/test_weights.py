@@ -25,9 +25,7 @@ def test_equal_ranges_of_two_partitions_are_held_once(engine: Path) -> None:
     folder, pool = open_engine(engine), Pool()
     one = Weights(folder, "transformer", CPU, pool, STEP)
     other = Weights(folder, "transformer_ref", CPU, pool, STEP)
-    shared = {
-        name: one.resident(name)[0].data_ptr() == other.resident(name)[0].data_ptr() for name in STEP
-    }
+    shared = {name: one.resident(name)[0].data_ptr() == other.resident(name)[0].data_ptr() for name in STEP}
     assert shared == {"embed.0": True, "block.0": False, "block.1": False, "head.0": False}
     ranges = folder.manifest.partitions["transformer"].ranges
     assert one.nbytes == sum(ranges[name].nbytes for name in STEP)

@@ -1,0 +1,126 @@
+"""The harness that passes are tested with, ours and plugins' alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from h3compile.pipeline.base import Pass, Tier
+from h3compile.pipeline.manager import Manager, PassRun
+from h3compile.program.interpreter import Interpreter
+from h3compile.program.program import Program
+from h3compile.program.weights import TensorSource
+from h3compile.targets import Target, find_target
+
+__all__ = ["ROUNDING_BOUND", "Case", "Outcome", "check_pass", "distance", "weight_source"]
+
+# How much further from float64 than its reference a rounding pass may be: the spread between two equally
+# good orders of summation.
+ROUNDING_BOUND = 1.05
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A traced program, weights for it, and the inputs it is judged on."""
+
+    program: Program
+    source: TensorSource
+    inputs: Sequence[Inputs]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the harness found: programs before and after, what the pass did, and its errors.
+
+    ``errors`` has, for each input and output, the relative distance to float64 before and after.
+    """
+
+    before: Program
+    after: Program
+    run: PassRun
+    errors: tuple[Mapping[str, tuple[float, float]], ...]
+
+
+class _Tensors:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, key: str) -> torch.Tensor:
+        return self._tensors[key]
+
+
+def weight_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
+    """A source over tensors in memory, such as a module's ``state_dict()``."""
+    return _Tensors(tensors)
+
+
+def distance(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """||value - exact|| / ||exact|| in float64; infinite when ``value`` is not finite."""
+    if not torch.isfinite(value).all():
+        return float("inf")
+    difference = value.double() - exact.double()
+    return float(difference.norm() / exact.double().norm())
+
+
+def check_pass(
+    item: Pass,
+    case: Case,
+    *,
+    after: Sequence[Pass] = (),
+    target: Target | None = None,
+    bound: float | None = None,
+) -> Outcome:
+    """Run ``item`` after the passes ``after`` and hold it to its tier on every input of ``case``.
+
+    The manager verifies the program and the match counts. Then, output by output: `exact` means equal
+    bits, where schedule-stage work is compared one timestep at a time; `rounding` means at most
+    `ROUNDING_BOUND` times as far from float64 as before; `lossy` means a relative distance to float64
+    of at most ``bound``. Raises `AssertionError` where the pass does not keep its tier.
+    """
+    target = target or find_target("cpu")
+    if item.tier is Tier.LOSSY and bound is None:
+        raise ValueError(f"{item.name} is lossy: state the bound it is held to")
+    before, _ = Manager(after).run(case.program, target)
+    program, runs = Manager([*after, item]).run(case.program, target)
+    errors = tuple(
+        _judge(item, before, program, case.source, inputs, f"input {i}", bound)
+        for i, inputs in enumerate(case.inputs)
+    )
+    (run,) = (run for run in runs if run.name == item.name)
+    return Outcome(before, program, run, errors)
+
+
+def _judge(
+    item: Pass,
+    before: Program,
+    after: Program,
+    source: TensorSource,
+    inputs: Inputs,
+    where: str,
+    bound: float | None,
+) -> dict[str, tuple[float, float]]:
+    alone = bool(after.tables) and not before.tables
+    reference = Interpreter(before, source, alone=alone)(inputs)
+    results = Interpreter(after, source)(inputs)
+    exact = Interpreter(before, source, dtype=torch.float64)(inputs)
+    errors: dict[str, tuple[float, float]] = {}
+    for name, value in results.items():
+        place = f"{item.name}, {where}, {name}"
+        assert value.shape == reference[name].shape, f"{place}: {value.shape} for {reference[name].shape}"
+        assert value.dtype == reference[name].dtype, f"{place}: {value.dtype} for {reference[name].dtype}"
+        was, now = distance(reference[name], exact[name]), distance(value, exact[name])
+        errors[name] = (was, now)
+        if item.tier is Tier.EXACT:
+            differing = int((value != reference[name]).sum())
+            assert torch.equal(value, reference[name]), f"{place}: {differing} elements differ"
+        elif item.tier is Tier.ROUNDING:
+            assert now <= ROUNDING_BOUND * was, f"{place}: {now:.3e} from float64, the reference {was:.3e}"
+        else:
+            assert bound is not None and now <= bound, (
+                f"{place}: {now:.3e} from float64, the bound is {bound:.3e}"
+            )
+    return errors

@@ -1,0 +1,105 @@
+"""The interpreter: runs a whole program operator by operator; the referee for passes and backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from h3compile.program.analysis import execution_stages, mark
+from h3compile.program.program import Call, Program
+from h3compile.program.propagate import retarget
+from h3compile.program.stages import Stage
+from h3compile.program.weights import TensorSource
+
+__all__ = ["Interpreter", "retype"]
+
+
+class Interpreter:
+    """Evaluates ``program`` with weights from ``source``.
+
+    With ``dtype`` set to float64 every floating-point tensor and cast is float64: the yardstick that
+    rounding is measured against. Tables are evaluated as a runner evaluates them, each timestep alone;
+    with ``alone`` so is the schedule-stage work of a program that has no tables yet.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        source: TensorSource,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.program = program
+        self._source = source
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._stages = execution_stages(program)
+        marks = mark(program).nodes
+        self._modules = {
+            name: self._module(region.graph, marks[name] if alone else {})
+            for name, region in program.regions.items()
+        }
+
+    def _module(self, graph: fx.Graph, marks: Mapping[str, Stage]) -> fx.GraphModule:
+        copy = retarget(graph, str(self._device))
+        if self._dtype is not None:
+            retype(copy, self._dtype)
+        for node in copy.nodes:
+            if marks.get(node.name) is Stage.SCHEDULE and node.target is torch.ops.aten.linear.default:
+                node.target = _linear_row_by_row
+        return fx.GraphModule(torch.nn.Module(), copy)
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The program's outputs by name; ``inputs`` are cast to the declared dtypes first."""
+        values = {port.name: self._place(inputs[port.name].to(port.dtype)) for port in self.program.inputs}
+        with torch.no_grad():
+            if self.program.tables:
+                values |= self._tables(values)
+            for call in self.program.calls:
+                if not (self.program.tables and self._stages[call.name] is Stage.SCHEDULE):
+                    values |= self._run(call, values)
+        return {name: values[name] for name in self.program.outputs}
+
+    def _tables(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        (timestep,) = (fact.name for fact in self.program.facts.inputs if fact.stage is Stage.SCHEDULE)
+        rows: list[dict[str, torch.Tensor]] = []
+        for t in values[timestep].split(1):
+            alone: dict[str, torch.Tensor] = {timestep: t}
+            for call in self.program.calls:
+                if self._stages[call.name] is Stage.SCHEDULE:
+                    alone |= self._run(call, alone)
+            rows.append(alone)
+        return {name: torch.cat([row[name] for row in rows]) for name in self.program.tables}
+
+    def _run(self, call: Call, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights = [self._place(self.program.weights[name].evaluate(self._source)) for name in call.weights]
+        results: Sequence[torch.Tensor] = self._modules[call.region](
+            *(values[name] for name in call.inputs), *weights
+        )
+        return dict(zip(call.outputs, results, strict=True))
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        floating = tensor.dtype.is_floating_point and self._dtype is not None
+        return tensor.to(self._device, self._dtype if floating else tensor.dtype)
+
+
+def _linear_row_by_row(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    # A GEMM may round a row otherwise than a product of that row alone does.
+    return torch.cat([torch.ops.aten.linear.default(row, weight, bias) for row in rows.split(1)])
+
+
+def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
+    """Rewrite every floating-point dtype constant of ``graph``, in place, to ``dtype``."""
+
+    def change(value: object) -> object:
+        return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    for node in graph.nodes:
+        node.args = tuple(change(argument) for argument in node.args)  # type: ignore[assignment]
+        node.kwargs = {key: change(value) for key, value in node.kwargs.items()}  # type: ignore[assignment]

@@ -1,0 +1,144 @@
+"""Fixtures shared by all houses: tiny checkpoints, the model in them, and packed requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+Inputs = dict[str, torch.Tensor]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Path]:
+    """A function from dtype to the folder of a tiny checkpoint: BF16 with the release's mix, or FP32."""
+    from h3compile.models.tiny import write_tiny
+
+    written: dict[torch.dtype, Path] = {}
+
+    def of(dtype: torch.dtype) -> Path:
+        if dtype not in written:
+            written[dtype] = tmp_path_factory.mktemp("checkpoint") / "tiny"
+            write_tiny(written[dtype], dtype=dtype)
+        return written[dtype]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def transformers_of(
+    checkpoints: Callable[[torch.dtype], Path],
+) -> Callable[[torch.dtype, str], torch.nn.Module]:
+    """A function from dtype and partition to Diffusers' own transformer of the tiny checkpoint."""
+    from diffusers import MiniMaxH3Transformer3DModel
+
+    from h3compile.models.quiet import quiet_libraries
+
+    loaded: dict[tuple[torch.dtype, str], torch.nn.Module] = {}
+
+    def of(dtype: torch.dtype, partition: str = "transformer") -> torch.nn.Module:
+        if (dtype, partition) not in loaded:
+            with quiet_libraries():
+                loaded[dtype, partition] = MiniMaxH3Transformer3DModel.from_pretrained(
+                    checkpoints(dtype) / partition, torch_dtype=dtype
+                ).eval()
+        return loaded[dtype, partition]
+
+    return of
+
+
+# Distinct timesteps of one forward: the first step, later steps, with an image anchor, with audio references.
+TIMESTEPS = {1: (0.0,), 2: (0.0625, 0.31), 3: (0.2, 0.5, 0.999), 4: (0.1, 0.3, 0.999, 1.0)}
+
+
+@pytest.fixture(scope="session")
+def packed() -> Callable[..., Inputs]:
+    """A function that makes the inputs of one forward as the pipeline packs them.
+
+    ``task`` decides the layout: t2va is [text | audio | video]; fl2va puts conditioning video rows before
+    the audio, with vision rows of tag 0 among the text; ref2va puts audio and video references there.
+    """
+
+    def make(
+        task: str,
+        *,
+        text: int,
+        video: int,
+        audio: int,
+        condition: int = 0,
+        timesteps: int = 2,
+        text_dim: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ) -> Inputs:
+        generator = torch.Generator().manual_seed(seed)
+        rows = text + condition + audio + video
+        tags = torch.tensor([1] * text + [0] * condition + [2] * audio + [0] * video)
+        times = torch.zeros(rows, dtype=torch.int64)
+        if timesteps > 1:
+            times[text + condition : text + condition + audio] = 1
+        if task != "t2va":
+            tags[text // 2 : text // 2 + text // 4] = 0  # the vision block of a key frame
+            times[text : text + condition] = timesteps - 1
+        if task == "ref2va":
+            tags[text : text + condition // 2] = 2
+            times[text : text + condition // 2] = max(timesteps - 2, 0)
+        audio_rows = (tags == 2).nonzero().flatten()
+        text_rows = torch.arange(text)
+        taken = torch.zeros(rows, dtype=torch.bool)
+        taken[audio_rows] = True
+        taken[text_rows] = True
+        video_rows = (~taken).nonzero().flatten()
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        return {
+            "hidden_states": normal(1, len(video_rows), 96),
+            "audio_hidden_states": normal(1, len(audio_rows), 32),
+            "encoder_hidden_states": normal(1, text, text_dim).to(dtype),
+            "timestep": torch.tensor(TIMESTEPS[timesteps]),
+            "timestep_indices": times,
+            "token_tags": tags,
+            "position_ids": torch.rand(rows, 3, generator=generator, dtype=torch.float64) * 40,
+            "video_indices": video_rows,
+            "audio_indices": audio_rows,
+            "text_indices": text_rows,
+        }
+
+    return make
+
+
+# Odd on purpose: one text row, and sums that no 8, 16, 64 or 128 divides.
+ROWS = (
+    {"text": 1, "video": 37, "audio": 14, "condition": 5, "timesteps": 1},
+    {"text": 7, "video": 63, "audio": 22, "condition": 9, "timesteps": 2},
+    {"text": 15, "video": 129, "audio": 8, "condition": 3, "timesteps": 3},
+    {"text": 63, "video": 1, "audio": 2, "condition": 1, "timesteps": 4},
+    {"text": 129, "video": 191, "audio": 34, "condition": 17, "timesteps": 2},
+)
+
+
+@pytest.fixture(scope="session")
+def requests_of(packed: Callable[..., Inputs]) -> Callable[..., Iterator[Inputs]]:
+    """A function from task and text dtype to five forwards of odd lengths."""
+
+    def of(task: str, dtype: torch.dtype, text_dim: int = 64) -> Iterator[Inputs]:
+        for seed, rows in enumerate(ROWS):
+            lengths = dict(rows)
+            if task == "t2va":
+                lengths["condition"] = 0
+                lengths["timesteps"] = min(lengths["timesteps"], 2)
+            yield packed(task, **lengths, dtype=dtype, text_dim=text_dim, seed=seed)
+
+    return of
