@@ -45,7 +45,7 @@ from h3compile.program.serialize import dtype_name, region_to_json
 from h3compile.program.stages import Stage
 from h3compile.progress import Progress, Silent
 from h3compile.quality.report import write_report
-from h3compile.quality.summary import operators
+from h3compile.quality.summary import operators, program_weights_by_stage
 from h3compile.runtime.executors import eager
 from h3compile.runtime.fold import ScheduleCall, fold
 from h3compile.runtime.timesteps import to_bits
@@ -357,6 +357,7 @@ class _Build:
                 operators={name: operators(region) for name, region in program.regions.items()},
                 weights_before={"step": sum(weight.nbytes for weight in traced.weights.values())},
                 files={name: record.size for name, record in writer.files.items()},
+                weights_after=program_weights_by_stage(program),
                 seconds={name: spent for name, spent in self.seconds.items() if name != "report"},
                 notes=self.notes,
             )

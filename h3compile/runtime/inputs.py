@@ -42,17 +42,22 @@ class Inputs:
         return nbytes(*(kept.value for kept in self._kept.values()))
 
     def take(self, given: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-        """The inputs ready for the program, and the kept ones that changed since they were last taken."""
+        """The inputs ready for the program, and the kept ones that changed since `acknowledge`.
+
+        A change is told again until it is acknowledged, so that no failure and no Ctrl-C between being
+        told and acting on it can make a stale value pass for a fresh one.
+        """
         values = {
             name: self._keep(name, given[name], dtype)
             if name in self._names
             else self._convert(given[name], dtype)
             for name, dtype in self._ports
         }
-        # Collected in a field and only now handed out: a failure in between must not lose a change.
-        changed = frozenset(self._changed)
+        return values, frozenset(self._changed)
+
+    def acknowledge(self) -> None:
+        """Everything that depends on what changed has been dropped."""
         self._changed.clear()
-        return values, changed
 
     def release(self) -> None:
         """Forgets the kept inputs; all count as changed next time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
@@ -116,22 +116,28 @@ class CompiledTransformer(torch.nn.Module):
         parts = self._parts
         check_shapes(parts.manifest.inputs, parts.manifest.dims, given)
         values, changed = parts.inputs.take(given)
-        # Before anything may fail: a failure must not hide the change from the next forward.
-        parts.request.invalidate(changed)
-        timesteps = self._check_contents(values, changed)
+        self._forget(changed)
+        parts.inputs.acknowledge()
+        timesteps = self._check_contents(values)
         values.update(parts.request.values(values, self._obey))
         rows = {} if parts.tables is None else parts.tables.select(timesteps, self._obey)
         sample, audio_sample = parts.runner.run(values, rows, self._obey)
         parts.stats.forwards += 1
         return sample, audio_sample
 
-    def _check_contents(self, values: Mapping[str, torch.Tensor], changed: frozenset[str]) -> list[float]:
-        self._layout_checked = self._layout_checked and changed.isdisjoint(LAYOUT)
+    def _forget(self, changed: Collection[str]) -> None:
+        """Drops everything that was concluded from inputs which changed."""
+        self._parts.request.invalidate(changed)
+        if not set(LAYOUT).isdisjoint(changed):
+            self._layout_checked = False
+        if not set(_TIMESTEPS).isdisjoint(changed):
+            self._timesteps = None
+
+    def _check_contents(self, values: Mapping[str, torch.Tensor]) -> list[float]:
+        """Looks at contents not checked yet; the timesteps as numbers."""
         if not self._layout_checked:
             check_layout(values)
             self._layout_checked = True
-        if not changed.isdisjoint(_TIMESTEPS):
-            self._timesteps = None
         if self._timesteps is None:
             self._timesteps = read_timesteps(*(values[name] for name in _TIMESTEPS))
         return self._timesteps

@@ -49,11 +49,14 @@ def test_rounding_no_further_from_float64_than_eager(
         exact = sample.graph(*(x.double() if x.is_floating_point() else x for x in inputs))[0]
         eager, (output,) = sample.graph(*inputs)[0], run(inputs)
         assert (output.shape, output.stride(), output.dtype) == (eager.shape, eager.stride(), eager.dtype)
-        # Each length alone must be right; the sums over all of them judge the rounding.
-        tolerance = 2e-5 if dtype == "fp32" else 0.1
-        torch.testing.assert_close(output, eager, rtol=tolerance, atol=tolerance)
-        errors["eager"] += (eager.double() - exact).square().sum().item()
-        errors["compiled"] += (output.double() - exact).square().sum().item()
+        mistakes = {
+            name: (value.double() - exact).square()
+            for name, value in (("eager", eager), ("compiled", output))
+        }
+        # Each length alone must be right, 1 included; the sums over all of them judge the rounding.
+        assert mistakes["compiled"].mean().sqrt() <= 2 * mistakes["eager"].mean().sqrt() + 1e-7
+        for name, squares in mistakes.items():
+            errors[name] += squares.sum().item()
     assert errors["eager"] > 0
     assert errors["compiled"] ** 0.5 <= 1.05 * errors["eager"] ** 0.5
 

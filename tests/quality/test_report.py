@@ -25,9 +25,19 @@ from h3compile.engine.manifest import (
 )
 from h3compile.pipeline.base import Tier
 from h3compile.pipeline.manager import PassRun
+from h3compile.program.facts import InputFact, ModelFacts
+from h3compile.program.program import Call, Program
 from h3compile.program.region import Port, Region
+from h3compile.program.stages import Stage
+from h3compile.program.weights import Load
 from h3compile.quality.report import write_report
-from h3compile.quality.summary import artifact_size, folder_sizes, operators, weights_by_stage
+from h3compile.quality.summary import (
+    artifact_size,
+    folder_sizes,
+    operators,
+    program_weights_by_stage,
+    weights_by_stage,
+)
 from h3compile.quality.units import forwards, size
 
 BLOCKS = 50
@@ -299,3 +309,45 @@ def test_sizes_read_well(nbytes: int, text: str) -> None:
 
 def test_forwards_are_one_fewer_than_grid_points() -> None:
     assert forwards(50) == "50 grid points = 49 forwards"
+
+
+def test_a_programs_weights_count_in_the_stage_that_reads_them_most() -> None:
+    def region(name: str, inputs: int, weights: int) -> Region:
+        graph = fx.Graph()
+        places = [graph.placeholder(f"p{i}") for i in range(inputs + weights)]
+        value = places[0]
+        for other in places[1:]:
+            value = graph.call_function(torch.ops.aten.add.Tensor, (value, other))
+        graph.output((value,))
+        ports = tuple(Port(f"p{i}", torch.float32, (4,)) for i in range(inputs + weights))
+        return Region(name, graph, ports[:inputs], ports[inputs:], (Port("out", torch.float32, (4,)),))
+
+    facts = ModelFacts(
+        name="toy",
+        config={},
+        dims=(),
+        inputs=(
+            InputFact("text", torch.float32, (4,), Stage.REQUEST),
+            InputFact("latents", torch.float32, (4,), Stage.STEP),
+        ),
+        outputs=("y",),
+        repeats=(),
+        segments=(),
+        expected={},
+    )
+    program = Program(
+        facts=facts,
+        regions={"refine": region("refine", 1, 2), "block": region("block", 2, 1)},
+        calls=(
+            Call("refine", 0, ("text",), ("own", "shared"), ("h",)),
+            Call("block", 0, ("h", "latents"), ("shared",), ("y",)),
+        ),
+        outputs=("y",),
+        weights={name: Load(name, (4,), torch.float32) for name in ("own", "shared")},
+    )
+    assert program_weights_by_stage(program) == {"step": 16, "request": 16}
+
+
+def test_weights_after_can_be_given_where_the_manifest_has_none(tmp_path: Path) -> None:
+    text = report(tmp_path, manifest_of(partitions={}, weights="none"), weights_after={"step": 2**30})
+    assert Page(text).row("step")[2:4] == ["61.7 GiB", "1.0 GiB"]

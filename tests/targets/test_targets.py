@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,10 @@ def test_without_a_cuda_device_the_target_is_the_cpu(monkeypatch: pytest.MonkeyP
 def test_listing_targets_does_not_import_torch() -> None:
     code = "import sys, h3compile.targets as t; t.targets(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_documentation_lists_every_target() -> None:
+    text = (Path(__file__).parents[2] / "docs/targets.md").read_text(encoding="utf-8")
+    for target in targets().values():
+        memory = "the machine's" if target.memory is None else f"{target.memory // 10**9} GB"
+        assert f"| `{target.name}` | `{target.arch}` | {memory} |" in text
