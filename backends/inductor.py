@@ -20,16 +20,25 @@ import torch._inductor.config as inductor_config
 import torch.fx.experimental._config as symbolic_config
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._inductor.async_compile import shutdown_compile_workers
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from h3compile.backends.inductor_kernels import collect_kernels
+from h3compile.backends.inductor_kernels import collect_kernels, needs_tuning
 from h3compile.backends.inductor_options import PORTABLE_FEATURES, InductorOptions, settings_for
 from h3compile.backends.inductor_shapes import Length, SymbolicInputs, at_largest, fake_values, lengths_of
 from h3compile.backends.inductor_source import launch_sequence
-from h3compile.engine.artifact import INFO_FILE, SOURCE_FILE, ArtifactInfo, InputInfo, LengthInfo
+from h3compile.engine.artifact import (
+    INFO_FILE,
+    SOURCE_FILE,
+    ArtifactInfo,
+    CubinInfo,
+    InputInfo,
+    LengthInfo,
+    LibraryInfo,
+)
 from h3compile.engine.machine import cpu_features, device_arch, python_abi, torch_release
 from h3compile.errors import BuildError
 
@@ -118,21 +127,32 @@ def _globals_of(code: CompiledFxGraph) -> Mapping[str, object]:
     raise BuildError("Inductor did not load the code of a region", "lower with --backend eager")
 
 
-def _write(
-    output: Path,
+def _tune(code: CompiledFxGraph, inputs: SymbolicInputs, lengths: tuple[Length, ...]) -> None:
+    """One run on the device at the lengths to tune for, in which kernels choose their configuration."""
+    try:
+        with torch.no_grad():
+            code(inputs.real(lengths))
+        torch.cuda.synchronize()
+    except torch.cuda.OutOfMemoryError as error:
+        raise BuildError(
+            f"the device has no room to tune a region at {', '.join(f'{x.hint} {x.name}' for x in lengths)}",
+            "free device memory",
+        ) from error
+
+
+def _info(
     code: CompiledFxGraph,
     inputs: SymbolicInputs,
-    names: list[str],
-    outputs: int,
+    graph: fx.Graph,
     options: InductorOptions,
+    kernels: dict[str, LibraryInfo | CubinInfo],
     device: torch.device,
 ) -> ArtifactInfo:
-    sequence = launch_sequence(code.source_code)
-    output.mkdir(parents=True)
-    kernels = collect_kernels(_globals_of(code), sequence.kernels, output)
     aligned = set(code.inputs_to_check)
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    (result,) = graph.find_nodes(op="output")
     features = cpu_features() & PORTABLE_FEATURES if options.portable else cpu_features()
-    info = ArtifactInfo(
+    return ArtifactInfo(
         device="cuda" if device.type == "cuda" else "cpu",
         arch=device_arch(device),
         cpu_features=tuple(sorted(features)) if device.type == "cpu" else (),
@@ -148,15 +168,12 @@ def _write(
             )
             for at, (name, value) in enumerate(zip(names, inputs.tensors, strict=True))
         ),
-        outputs=outputs,
+        outputs=len(result.args[0]),
         lengths=tuple(LengthInfo(name=length.name, largest=length.largest) for length in inputs.lengths),
         assumptions=inputs.assumptions(),
         options=dataclasses.asdict(options),
         kernels=kernels,
     )
-    (output / SOURCE_FILE).write_text(sequence.source)
-    (output / INFO_FILE).write_text(info.model_dump_json(indent=1) + "\n")
-    return info
 
 
 def compile_region(
@@ -187,9 +204,14 @@ def compile_region(
     settings = settings_for(options, target)
     with _workers_stopped(target):
         code, inputs = _compile_free(graph_module, values, lengths, settings, options, target)
-    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
-    (result,) = graph_module.graph.find_nodes(op="output")
-    info = _write(output, code, inputs, names, len(result.args[0]), options, target)
+        sequence, loaded = launch_sequence(code.source_code), _globals_of(code)
+        if needs_tuning(loaded, sequence.kernels):
+            _tune(code, inputs, lengths)
+        output.mkdir(parents=True)
+        kernels = collect_kernels(loaded, sequence.kernels, output)
+    info = _info(code, inputs, graph_module.graph, options, kernels, target)
+    (output / SOURCE_FILE).write_text(sequence.source)
+    (output / INFO_FILE).write_text(info.model_dump_json(indent=1) + "\n")
     size = sum(file.stat().st_size for file in output.iterdir())
     return CompiledRegion(output, info, size, perf_counter() - started)
 
@@ -229,11 +251,8 @@ def _compile_free(
 @contextlib.contextmanager
 def _workers_stopped(device: torch.device) -> Iterator[None]:
     """No process that compiles kernels outlives this context."""
-    from torch._inductor.async_compile import shutdown_compile_workers
-
-    stop: Callable[[], None] = shutdown_compile_workers
     try:
         yield
     finally:
         if device.type == "cuda":
-            stop()
+            shutdown_compile_workers()

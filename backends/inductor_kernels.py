@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     CudaResult = StaticTritonCompileResult[StaticallyLaunchedCudaKernel]
 
-__all__ = ["collect_kernels"]
+__all__ = ["collect_kernels", "cubin_info", "needs_tuning"]
 
 
 def _library_of(name: str, kernel: Callable[..., None]) -> Path:
@@ -71,15 +71,30 @@ def cubin_info(name: str, result: CudaResult) -> CubinInfo:
 def _chosen(name: str, kernel: CachingAutotuner) -> CudaResult:
     from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
 
-    results = kernel.compile_results
-    if len(results) != 1:
-        raise BuildError(f"the Triton kernel {name} has {len(results)} candidates left", "tune it at build")
-    if not isinstance(results[0], StaticTritonCompileResult):
+    if len(kernel.launchers) != 1:
+        raise BuildError(
+            f"the Triton kernel {name} has {len(kernel.launchers)} candidates left", "tune it first"
+        )
+    config = kernel.launchers[0].config
+    known = [result for result in kernel.compile_results if result.config is config]
+    # Coordinate descent finds configurations of its own; Triton's cache holds their binaries by now.
+    result = known[0] if known else kernel._precompile_config(config)
+    if not isinstance(result, StaticTritonCompileResult):
         raise BuildError(
             f"the Triton kernel {name} needs Triton to be launched",
             "keep it out of the graph, as an operator of its own",
         )
-    return results[0]
+    return result
+
+
+def needs_tuning(module: Mapping[str, object], kinds: Mapping[str, str]) -> bool:
+    """Whether a kernel will still choose its configuration when it is first launched."""
+    kernels = [module[name] for name, kind in kinds.items() if kind == "triton"]
+    return any(
+        len(getattr(kernel, "launchers", ())) > 1
+        or getattr(kernel, "inductor_meta", {}).get("coordinate_descent_tuning", False)
+        for kernel in kernels
+    )
 
 
 def collect_kernels(

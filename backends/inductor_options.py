@@ -64,8 +64,8 @@ def settings_for(options: InductorOptions, device: torch.device) -> dict[str, ob
         "cpp.dynamic_threads": True,
         "cpp.enable_unsafe_math_opt_flag": False,
         "cpp.enable_floating_point_contract_flag": "off",
-        # One configuration a Triton kernel, chosen now, launchable from its cubin.
-        "triton.autotune_at_compile_time": device.type == "cuda",
+        # GPU kernels choose their configuration in a first run, and are launchable from their cubin.
+        "triton.autotune_at_compile_time": False,
         "use_static_triton_launcher": True,
         "static_launch_user_defined_triton_kernels": True,
         "compile_threads": _workers(options, device),

@@ -9,6 +9,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.testing import rand_strided
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
 from torch.utils._sympy.functions import FloorDiv
@@ -124,6 +125,18 @@ class SymbolicInputs:
         stride = [self._renew(step) for step in value.stride()]
         with self.mode:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+
+    def real(self, lengths: Iterable[Length]) -> list[torch.Tensor]:
+        """Random tensors (zeros for integers) of the inputs' types, at the hints of ``lengths``."""
+        hints = {self._symbols[length.symbol]: length.hint for length in lengths}
+
+        def sizes(values: Iterable[int | torch.SymInt]) -> list[int]:
+            return [int(_expression(value).xreplace(hints)) for value in values]
+
+        return [
+            rand_strided(sizes(fake.shape), sizes(fake.stride()), fake.dtype, fake.device)
+            for fake in self.tensors
+        ]
 
     def spelled(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int | str, ...]:
         """Sizes in numbers and expressions over the names of the lengths."""

@@ -123,7 +123,7 @@ def distance(value: torch.Tensor, reference: torch.Tensor) -> float:
 def medians(runs: Mapping[str, Callable[[], object]], rounds: int, repeat: int) -> dict[str, float]:
     """Milliseconds a call, by name: the runs take turns, so that the card is as warm for each."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
+    for run in runs.values():
         run()
     for _ in range(rounds):
         for name, run in runs.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -95,7 +96,8 @@ def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Regio
     values: dict[fx.Node, Any] = {}  # tensors, lengths and tuples of tensors
     feed = iter(inputs)
     outputs: tuple[Port, ...] = ()
-    with symbols.mode:
+    # The Python dispatcher: without it composite operators read symbolic sizes as numbers in torch 2.11.
+    with symbols.mode, enable_python_dispatcher():
         for node in graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(feed)

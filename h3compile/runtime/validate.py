@@ -13,6 +13,7 @@ import torch
 from h3compile.engine.manifest import PortRecord
 from h3compile.errors import H3CompileError
 from h3compile.program.serialize import dtype_name, parse_dtype
+from h3compile.runtime.timesteps import to_bits
 
 __all__ = ["LAYOUT", "check_attention_kwargs", "check_layout", "check_shapes", "read_timesteps"]
 
@@ -90,7 +91,10 @@ def check_layout(values: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_timesteps(timestep: torch.Tensor, indices: torch.Tensor) -> list[float]:
-    """The timesteps as numbers. Refuses indices that name none of them. Waits for the device once."""
+    """The timesteps as numbers. Refuses those outside [0, 1], and indices that name none of them.
+
+    Waits for the device once.
+    """
     extremes = torch.stack(list(indices.aminmax()))
     *timesteps, low, high = torch.cat([timestep.double(), extremes.double()]).tolist()
     if low < 0 or high >= len(timesteps):
@@ -99,6 +103,7 @@ def read_timesteps(timestep: torch.Tensor, indices: torch.Tensor) -> list[float]
             f"timestep_indices holds {wrong} and timestep has {len(timesteps)} values",
             f"legal are 0 to {len(timesteps) - 1}",
         )
+    to_bits(timesteps)  # for its refusals, which engines without tables need too
     return timesteps
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="recording GPU kernels needs Triton")
 
-from h3compile.backends.inductor_kernels import collect_kernels, cubin_info  # noqa: E402
+from h3compile.backends.inductor_kernels import collect_kernels, cubin_info, needs_tuning  # noqa: E402
+from h3compile.engine.artifact import CubinInfo  # noqa: E402
 from h3compile.errors import BuildError  # noqa: E402
 
 KERNEL = """
@@ -68,29 +70,42 @@ def test_a_cubin_is_recorded_with_its_launch(result: object) -> None:
     assert (x, y, z) == (4, 1, 1)
 
 
-def test_the_cubin_itself_is_kept(result: object, tmp_path: Path) -> None:
-    class Tuned:
-        compile_results = (result,)
+class _Tuner:
+    """The part of Inductor's autotuner that is read: its results and the launchers it has left."""
 
-    kernels = collect_kernels({"scale_0": Tuned()}, {"scale_0": "triton"}, tmp_path)
+    def __init__(self, *results: object, left: int = 1) -> None:
+        self.compile_results = results
+        self.launchers = [SimpleNamespace(config=getattr(result, "config", None)) for result in results][
+            :left
+        ]
+        self.inductor_meta: dict[str, bool] = {}
+
+
+def test_the_cubin_itself_is_kept(result: object, tmp_path: Path) -> None:
+    kernels = collect_kernels({"scale_0": _Tuner(result)}, {"scale_0": "triton"}, tmp_path)
     assert (tmp_path / "scale_0.cubin").read_bytes()[:4] == b"\x7fELF"
     assert list(kernels) == ["scale_0"]
 
 
-def test_an_untuned_kernel_is_refused(result: object, tmp_path: Path) -> None:
-    class Untuned:
-        compile_results = (result, result)
+def test_the_configuration_that_won_is_kept(result: object, tmp_path: Path) -> None:
+    loser = SimpleNamespace(config=object())
+    tuner = _Tuner(loser, result)
+    tuner.launchers = [SimpleNamespace(config=result.config)]  # type: ignore[attr-defined]
+    kernels = collect_kernels({"scale_0": tuner}, {"scale_0": "triton"}, tmp_path)
+    assert isinstance(kernels["scale_0"], CubinInfo)
 
+
+def test_an_untuned_kernel_is_refused(result: object, tmp_path: Path) -> None:
+    untuned = _Tuner(result, result, left=2)
+    assert needs_tuning({"scale_0": untuned}, {"scale_0": "triton"})
     with pytest.raises(BuildError, match="2 candidates left"):
-        collect_kernels({"scale_0": Untuned()}, {"scale_0": "triton"}, tmp_path)
+        collect_kernels({"scale_0": untuned}, {"scale_0": "triton"}, tmp_path)
+    assert not needs_tuning({"scale_0": _Tuner(result)}, {"scale_0": "triton"})
 
 
 def test_a_kernel_that_needs_triton_is_refused(tmp_path: Path) -> None:
-    class Dynamic:
-        compile_results = (object(),)
-
     with pytest.raises(BuildError, match="needs Triton to be launched"):
-        collect_kernels({"scale_0": Dynamic()}, {"scale_0": "triton"}, tmp_path)
+        collect_kernels({"scale_0": _Tuner(SimpleNamespace(config=None))}, {"scale_0": "triton"}, tmp_path)
 
 
 def test_an_unknown_compiler_is_refused(tmp_path: Path) -> None:

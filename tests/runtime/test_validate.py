@@ -116,6 +116,12 @@ def test_an_index_without_a_timestep_is_refused(index: int, wrong: int) -> None:
         read_timesteps(torch.tensor([0.1, 0.2]), torch.tensor([0, index]))
 
 
+@pytest.mark.parametrize("t", [float("nan"), 250.0])
+def test_what_is_no_timestep_is_refused(t: float) -> None:
+    with pytest.raises(H3CompileError, match=r"timestep \S+ is outside \[0, 1\]"):
+        read_timesteps(torch.tensor([0.1, t]), torch.tensor([0, 1]))
+
+
 def test_exact_timesteps_are_read_as_they_are() -> None:
     timesteps = torch.rand(4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(torch.tensor(read_timesteps(timesteps, torch.tensor([0, 3]))), timesteps)
