@@ -23,6 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import shutdown_compile_workers
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -107,10 +108,22 @@ def _compile(module: fx.GraphModule, inputs: SymbolicInputs) -> CompiledFxGraph:
         compiled.append(code)
         return code
 
-    compile_fx(module, list(inputs.tensors), inner_compile=record)
+    try:
+        compile_fx(module, list(inputs.tensors), inner_compile=record)
+    except InductorError as error:
+        raise _explained(error.inner_exception) from error
     if len(compiled) != 1:
         raise BuildError(f"Inductor split a region into {len(compiled)} graphs", "lower with --backend eager")
     return compiled[0]
+
+
+def _explained(error: Exception) -> BuildError:
+    if isinstance(error, InvalidCxxCompiler):
+        return BuildError("no C++ compiler was found", "install g++, or build with --backend eager")
+    reason = next(iter(str(error).splitlines()), "")
+    return BuildError(
+        f"Inductor cannot compile the region ({type(error).__name__}: {reason})", "build with --backend eager"
+    )
 
 
 def _check(code: CompiledFxGraph, inputs: SymbolicInputs) -> None:

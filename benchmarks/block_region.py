@@ -104,7 +104,7 @@ def attention_in_float64(query: torch.Tensor, key: torch.Tensor, value: torch.Te
 def exact(region, arguments: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """The region evaluated in float64 on the GPU."""
     from h3compile.program.interpreter import retype
-    from h3compile.program.propagate import retarget
+    from h3compile.program.retarget import retarget
 
     graph = retarget(region.graph, "cuda")
     retype(graph, torch.float64)

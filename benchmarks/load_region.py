@@ -77,7 +77,7 @@ def make_inputs(region: Region, rows: int, device: str) -> list[Tensor]:
 
 def _lengths(region: Region) -> set[str]:
     words = " ".join(dim for port in region.placeholders for dim in port.shape if isinstance(dim, str))
-    return {word for word in "".join(c if c.isidentifier() else " " for c in words).split()}
+    return set("".join(letter if letter.isidentifier() else " " for letter in words).split())
 
 
 def eager_of(region: Region, device: str) -> fx.GraphModule:
@@ -89,15 +89,16 @@ def eager_of(region: Region, device: str) -> fx.GraphModule:
 
 def in_float64(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The graph over doubles: casts to narrower types are dropped."""
+
+    def widened(value: object) -> object:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
     double = fx.Graph()
     double.output(double.graph_copy(graph.graph, {}))
     for node in double.nodes:
-        cast = lambda value: (
-            torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-        )  # noqa: E731
         if node.op == "call_function":
-            node.args = fx.node.map_aggregate(node.args, cast)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, cast)
+            node.args = fx.node.map_aggregate(node.args, widened)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, widened)
     module = fx.GraphModule(torch.nn.Module(), double)
     return tuple(module(*(x.double() if x.is_floating_point() else x for x in inputs)))
 

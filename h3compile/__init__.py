@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,3 +25,14 @@ def __getattr__(name: str) -> object:
 
         return load
     raise AttributeError(f"module 'h3compile' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keeps ``h3compile.build`` the function: Python would put the submodule of that name in its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name == "build" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

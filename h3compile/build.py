@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from h3compile.backends.base import Backend
 from h3compile.backends.select import select
-from h3compile.engine.layout import copied_nbytes
+from h3compile.engine.layout import copied_nbytes, fill, range_digest
 from h3compile.engine.links import record_files
 from h3compile.engine.loader import EngineFolder, open_engine
 from h3compile.engine.manifest import Manifest, PartitionRecord, PassRecord, RangeRecord, TableRecord
-from h3compile.engine.records import call_records, port_record, range_of, region_record, stage_of
+from h3compile.engine.records import call_records, dim_records, port_record, range_of, region_record, stage_of
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import BuildError, nearest
 from h3compile.lower import Lowered, lower, versions
@@ -251,6 +251,8 @@ class _Build:
             ranges: dict[str, RangeRecord] = {}
             for call in calls:
                 record = layouts[name][call.name]
+                if self.config.link:
+                    record = record.model_copy(update={"content": _content(program, call, record, partition)})
                 ranges[call.name] = writer.write_range(
                     record,
                     _copied(program, call, record, partition),
@@ -321,7 +323,7 @@ class _Build:
             inputs=tuple(map(port_record, program.inputs)),
             input_stages={name: stage.value for name, stage in program.input_stages.items()},
             outputs=program.outputs,
-            dims={dim.name: dim.smallest for dim in facts.dims},
+            dims=dim_records(facts),
             regions=tuple(r.model_copy(update={"artifact": lowered.artifacts.get(r.name)}) for r in regions),
             calls=call_records(program),
             tables=program.tables,
@@ -371,6 +373,14 @@ def _copied(
     for slot, name in zip(record.slots, call.weights, strict=True):
         if slot.link is None:
             yield slot.name, program.weights[name].evaluate(partition.tensors)
+
+
+def _content(program: Program, call: Call, record: RangeRecord, partition: Partition) -> str:
+    """The digest of all weights of a call, links included."""
+    buffer = torch.zeros(record.nbytes, dtype=torch.uint8)
+    for slot, name in zip(record.slots, call.weights, strict=True):
+        fill(buffer, slot, program.weights[name].evaluate(partition.tensors))
+    return range_digest(buffer)
 
 
 def _timesteps(steps: Sequence[int]) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from h3compile.backends.base import Backend
 from h3compile.backends.select import select
 from h3compile.engine.loader import EngineFolder, open_engine
 from h3compile.engine.manifest import ArtifactRecord
+from h3compile.engine.records import dims_of
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import EngineError
-from h3compile.models.h3 import facts_for
 from h3compile.program.facts import Dim
 from h3compile.program.region import Region
-from h3compile.program.serialize import parse_dtype, region_from_json
+from h3compile.program.serialize import region_from_json
 from h3compile.progress import Progress, Silent
 from h3compile.targets import Target, find_target, present
 
@@ -76,18 +76,11 @@ def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFol
             f"run this on a machine with {target.name}",
         )
     records = {record.name: record for record in manifest.regions}
-    inputs = {port.name: parse_dtype(port.dtype) for port in manifest.inputs}
-    dtypes = {
-        "proj_in.weight": inputs["hidden_states"],
-        "audio_proj_in.weight": inputs["audio_hidden_states"],
-        "context_embedder.weight": inputs["encoder_hidden_states"],
-    }
-    facts = facts_for(manifest.model_config_values, dtypes)
     regions = [region_from_json(engine.read_text(records[name].graph)) for name in manifest.pending]
     progress.phase("lower", len(regions))
     with EngineWriter(path, overwrite=True) as writer:
         writer.adopt(path, manifest.files)
-        lowered = lower(regions, facts.dims, select(manifest.backend), target, writer, progress)
+        lowered = lower(regions, dims_of(manifest), select(manifest.backend), target, writer, progress)
         finished = tuple(
             record.model_copy(update={"artifact": lowered.artifacts.get(record.name, record.artifact)})
             for record in manifest.regions

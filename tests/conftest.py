@@ -57,6 +57,22 @@ def transformers_of(
     return of
 
 
+@pytest.fixture(scope="session")
+def peak_memory() -> str:
+    """Source of `peak()` for a subprocess: kilobytes at most held since `peak(reset=True)`.
+
+    Not `ru_maxrss`, which a process inherits from the one that started it.
+    """
+    return """
+def peak(reset=False):
+    if reset:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    with open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith("VmHWM")).split()[1])
+"""
+
+
 # Distinct timesteps of one forward: the first step, later steps, with an image anchor, with audio references.
 TIMESTEPS = {1: (0.0,), 2: (0.0625, 0.31), 3: (0.2, 0.5, 0.999), 4: (0.1, 0.3, 0.999, 1.0)}
 

@@ -74,13 +74,11 @@ def _read(folder: EngineFolder, record: RegionRecord) -> Region:
 
 def _graph(folder: EngineFolder, record: RegionRecord) -> str:
     """The graph as text; the types of its nodes are not stored and so found again."""
-    from h3compile.program.facts import Dim
+    from h3compile.engine.records import dims_of
     from h3compile.program.printer import print_region
     from h3compile.program.propagate import propagate
 
-    # Any length above the least serves: every dimension stays a symbol.
-    dims = [Dim(name, 64 + smallest, smallest) for name, smallest in folder.manifest.dims.items()]
-    return print_region(propagate(_read(folder, record), dims)) + "\n"
+    return print_region(propagate(_read(folder, record), dims_of(folder.manifest))) + "\n"
 
 
 def _print_engine(console: Console, folder: EngineFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 
 from h3compile.engine.manifest import RangeRecord, SlotRecord
 from h3compile.program.serialize import dtype_name, parse_dtype
+from h3compile.program.shard import byte_view
 
 __all__ = [
     "ALIGNMENT",
@@ -83,6 +85,11 @@ def fill(buffer: torch.Tensor, slot: SlotRecord, tensor: torch.Tensor) -> None:
             f"the tensor {dtype_name(tensor.dtype)}{list(tensor.shape)}"
         )
     view(buffer, slot).copy_(tensor)
+
+
+def range_digest(buffer: torch.Tensor) -> str:
+    """SHA-256 of a range's bytes; its gaps must be zero, so that equal weights have equal digests."""
+    return hashlib.sha256(byte_view(buffer)).hexdigest()
 
 
 def slot_bytes(buffer: torch.Tensor, slot: SlotRecord) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from pydantic import ValidationError
 
-from h3compile.engine.layout import copied, fill, slot_bytes, view
+from h3compile.engine.layout import copied, fill, range_digest, slot_bytes, view
 from h3compile.engine.links import LinkedCheckpoint
 from h3compile.engine.manifest import (
     MANIFEST,
@@ -52,7 +52,7 @@ def open_engine(path: Path, *, expect: str | None = None, verify: bool = True) -
         raise EngineError(f"{path} has the digest {digest}, not the expected one", "use the engine you meant")
     _check_references(path, manifest)
     _check_presence(path, manifest.files)
-    engine = EngineFolder(path, manifest, digest)
+    engine = EngineFolder(path, manifest, digest, verify=verify)
     if verify:
         _check_digests(path, manifest.files)
         for partition in manifest.partitions:
@@ -63,8 +63,9 @@ def open_engine(path: Path, *, expect: str | None = None, verify: bool = True) -
 class EngineFolder:
     """An opened engine: ``path``, ``manifest``, and ``digest``, the SHA-256 of its ``engine.json``."""
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
+    def __init__(self, path: Path, manifest: Manifest, digest: str, *, verify: bool = True) -> None:
         self.path = path
+        self._verify = verify
         self.manifest = manifest
         self.digest = digest
         self._links = {
@@ -115,6 +116,12 @@ class EngineFolder:
                 target.copy_(data[offset : offset + target.numel()])
         for slot in links:
             self._read_link(partition, slot, buffer)
+        # Size, time and header of a file can stay while its numbers change.
+        if self._verify and record.content and range_digest(buffer) != record.content:
+            raise EngineError(
+                f"the checkpoint this engine links to has changed: other weights for {name} of {partition}",
+                "build the engine again, or with copied weights",
+            )
         return buffer
 
     def load_table(self, partition: str, call: str) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ __all__ = [
     "ArtifactRecord",
     "CallRecord",
     "CheckpointFile",
+    "DimRecord",
     "FileRecord",
     "Manifest",
     "PartitionRecord",
@@ -54,6 +55,14 @@ class PortRecord(_Record):
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+
+
+class DimRecord(_Record):
+    """A length that is free at run time: what kernels were tuned for, and the legal range."""
+
+    hint: int
+    smallest: int = 1
+    largest: int
 
 
 class ArtifactRecord(_Record):
@@ -108,14 +117,20 @@ class RangeRecord(_Record):
 
     ``slots`` are in the order of the region's weight ports. ``path`` is the safetensors file that
     holds the copied bytes; a fully linked range has none. ``sha256`` is that of the file, by which two
-    engines (or two partitions) in one process share what is equal; a range with links has none, since
-    the file then does not say all that is in it.
+    engines (or two partitions) in one process share what is equal. A range with links has ``content``
+    instead, the SHA-256 of all its bytes, by which a checkpoint that changed is noticed.
     """
 
     nbytes: int
     slots: tuple[SlotRecord, ...]
     path: str | None = None
     sha256: str | None = None
+    content: str | None = None
+
+    @property
+    def identity(self) -> str | None:
+        """Equal for ranges of equal bytes."""
+        return self.sha256 or self.content
 
 
 class CheckpointFile(_Record):
@@ -169,7 +184,7 @@ class Manifest(_Record):
     inputs: tuple[PortRecord, ...]
     input_stages: dict[str, str]
     outputs: tuple[str, ...]
-    dims: dict[str, int]  # dimension name -> smallest legal length
+    dims: dict[str, DimRecord]
     regions: tuple[RegionRecord, ...]
     calls: tuple[CallRecord, ...]
     tables: tuple[str, ...]  # schedule-stage values that steps read

@@ -6,15 +6,25 @@ from collections.abc import Mapping
 from typing import Literal
 
 from h3compile.engine.layout import SlotSpec, lay_out
-from h3compile.engine.manifest import CallRecord, PortRecord, RangeRecord, RegionRecord
+from h3compile.engine.manifest import CallRecord, DimRecord, Manifest, PortRecord, RangeRecord, RegionRecord
 from h3compile.program.analysis import execution_stages
+from h3compile.program.facts import Dim, ModelFacts
 from h3compile.program.program import Call, Program
 from h3compile.program.region import Port, Region
 from h3compile.program.serialize import dtype_name
 from h3compile.program.stages import Stage
 from h3compile.program.weights import Load
 
-__all__ = ["call_records", "graph_path", "port_record", "range_of", "region_record", "stage_of"]
+__all__ = [
+    "call_records",
+    "dim_records",
+    "dims_of",
+    "graph_path",
+    "port_record",
+    "range_of",
+    "region_record",
+    "stage_of",
+]
 
 _STAGES: Mapping[Stage, Literal["schedule", "request", "step"]] = {
     Stage.SCHEDULE: "schedule",
@@ -26,6 +36,20 @@ _STAGES: Mapping[Stage, Literal["schedule", "request", "step"]] = {
 def port_record(port: Port) -> PortRecord:
     """The port as the manifest keeps it."""
     return PortRecord(name=port.name, dtype=dtype_name(port.dtype), shape=port.shape)
+
+
+def dim_records(facts: ModelFacts) -> dict[str, DimRecord]:
+    """The free lengths as the manifest keeps them."""
+    return {
+        dim.name: DimRecord(hint=dim.hint, smallest=dim.smallest, largest=dim.largest) for dim in facts.dims
+    }
+
+
+def dims_of(manifest: Manifest) -> tuple[Dim, ...]:
+    """The free lengths of an engine, as a backend needs them."""
+    return tuple(
+        Dim(name, record.hint, record.smallest, record.largest) for name, record in manifest.dims.items()
+    )
 
 
 def graph_path(region: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -71,18 +72,34 @@ class Pass:
         return facts.expected.get(self.name, {})
 
     def spelled(self) -> str:
-        """The pass as a user would type it: the name, and the options that differ from their defaults."""
+        """The pass as a user would type it: the name, and the options that differ from their defaults.
+
+        Raises `ValueError` when an option has a value that cannot be typed.
+        """
         options = [
             f"{option.name}={_spell(getattr(self, option.name))}"
             for option in dataclasses.fields(self)
-            if getattr(self, option.name) != option.default
+            if option.init and getattr(self, option.name) != option.default
         ]
         return f"{self.name}({','.join(options)})" if options else self.name
 
 
+# What a text option may hold: nothing that means something in a list of passes, nor the spelling of None.
+_WORD = re.compile(r"(?!none$)[\w.:/-]+", re.ASCII)
+
+
 def _spell(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return "+".join(_spell(item) for item in value)
-    return str(value)
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+        case float():
+            return repr(value).replace("e+", "e")  # a + parts the items of a tuple
+        case None:
+            return "none"
+        case tuple():
+            return "+".join(map(_spell, value))
+        case str() if _WORD.fullmatch(value):
+            return str(value)
+    raise ValueError(f"{value!r} cannot be typed as an option")

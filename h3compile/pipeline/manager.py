@@ -14,6 +14,7 @@ from h3compile.pipeline.base import Pass, Rewrite, Tier
 from h3compile.pipeline.instruments import Instrument
 from h3compile.program.printer import count_ops
 from h3compile.program.program import Program
+from h3compile.program.serialize import region_to_json
 from h3compile.program.verifier import VerificationError, verify
 from h3compile.targets import Target
 
@@ -47,7 +48,9 @@ def order(passes: Sequence[Pass]) -> list[Pass]:
         raise BuildError(f"pass {twice!r} is there twice", "name it once")
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(known)
-    for item in passes:
+    for item in sorted(
+        passes, key=lambda item: item.name
+    ):  # so that errors do not depend on the order either
         for needed in item.requires:
             if needed not in known:
                 raise BuildError(
@@ -69,6 +72,12 @@ def order(passes: Sequence[Pass]) -> list[Pass]:
         raise BuildError(
             f"the passes {cycle} each want to run before the next", "take one of them out"
         ) from error
+
+
+def _content(program: Program) -> tuple[object, ...]:
+    """What a pass could edit in place: graphs, and the tables that are mappings."""
+    graphs = {name: region_to_json(region) for name, region in program.regions.items()}
+    return graphs, dict(program.weights)
 
 
 class Manager:
@@ -100,9 +109,12 @@ class Manager:
         for number, item in enumerate(self.passes):
             for instrument in self._instruments:
                 instrument.before(number, item, program)
+            held = _content(program)
             start = time.perf_counter()
             rewrite = item.apply(program, target)
             seconds = time.perf_counter() - start
+            if _content(program) != held:
+                raise VerificationError(f"pass {item.name!r} edited the program it was given")
             after = self._checked(item, program, rewrite)
             run = PassRun(
                 item.name,
@@ -122,21 +134,23 @@ class Manager:
         return program, tuple(runs)
 
     def _checked(self, item: Pass, before: Program, rewrite: Rewrite) -> Program:
-        if item.level is not None and rewrite.program.level != item.level:
+        level = before.level if item.level is None else item.level
+        if rewrite.program.level != level:
             raise VerificationError(
-                f"pass {item.name!r} left the program at level {rewrite.program.level.name}"
+                f"pass {item.name!r} left the program at level {rewrite.program.level.name}, not {level.name}"
             )
-        if rewrite.program.facts is not before.facts or rewrite.program.outputs != before.outputs:
-            raise VerificationError(f"pass {item.name!r} changed what the program computes for whom")
+        if rewrite.program.facts is not before.facts:
+            raise VerificationError(f"pass {item.name!r} changed the facts of the model")
+        if rewrite.program.outputs != before.outputs:
+            raise VerificationError(f"pass {item.name!r} changed which values the program returns")
         try:
             after = verify(rewrite.program)
         except VerificationError as error:
             raise VerificationError(f"pass {item.name!r} broke the program ({error.cause})") from error
         for value in before.outputs:
-            if before.port_of(value) != after.port_of(value) and before.level == after.level:
-                raise VerificationError(
-                    f"pass {item.name!r} changed output {before.port_of(value)} to {after.port_of(value)}"
-                )
+            was, now = before.port_of(value), after.port_of(value)
+            if (was.dtype, was.shape) != (now.dtype, now.shape):
+                raise VerificationError(f"pass {item.name!r} changed output {value} from {was} to {now}")
         counts = rewrite.counts()
         for kind, expected in item.expects(before.facts).items():
             if counts.get(kind, 0) != expected:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 
 from h3compile.errors import BuildError, nearest
-from h3compile.pipeline.base import Pass
+from h3compile.pipeline.base import Pass, Tier
 
-__all__ = ["ENTRY_POINT", "Registry"]
+__all__ = ["ENTRY_POINT", "Registry", "of"]
 
 # A plugin names its pass class under this group in its own pyproject.toml.
 ENTRY_POINT = "h3compile.passes"
@@ -45,15 +45,27 @@ class Registry:
         return sorted(self._loaders)
 
     def get(self, name: str) -> type[Pass]:
-        """The class of the pass called ``name``; `BuildError` with the nearest name when there is none."""
+        """The class of the pass called ``name``.
+
+        Raises `BuildError`, with the nearest name, when there is none, and when what is installed under
+        the name cannot be imported or is no pass of that name.
+        """
         if name not in self._loaders:
             raise BuildError(f"unknown pass {name!r}", nearest(name, self._loaders))
+        origin = self._origins[name]
         try:
             found = self._loaders[name]()
-        except ImportError as error:
-            raise BuildError(f"pass {name!r} ({self._origins[name]}) cannot be imported: {error}") from error
+        except (ImportError, AttributeError) as error:
+            raise BuildError(
+                f"pass {name!r} ({origin}) cannot be imported ({error})",
+                "install its package again, or remove it",
+            ) from error
         if not (isinstance(found, type) and issubclass(found, Pass) and getattr(found, "name", None) == name):
-            raise BuildError(f"{self._origins[name]} is not a pass called {name!r}")
+            raise BuildError(f"{origin} is not a pass called {name!r}", "name the entry point like the pass")
+        if not isinstance(getattr(found, "tier", None), Tier) or "__dataclass_params__" not in vars(found):
+            raise BuildError(
+                f"pass {name!r} ({origin}) is incomplete", "make it a frozen dataclass with a tier"
+            )
         return found
 
     def defaults(self) -> list[str]:
@@ -62,14 +74,16 @@ class Registry:
 
 
 def of(classes: Mapping[str, type[Pass]]) -> Registry:
-    """A registry of just these classes."""
+    """A registry of just these classes, where nothing is installed: a script's, or a test's."""
     registry = Registry()
     for name, found in classes.items():
-        registry.add(name, lambda found=found: found, found.__module__)  # type: ignore[misc]
+        registry.add(name, _Loaded(found), found.__module__)
     return registry
 
 
-def from_import(path: str) -> Callable[[], object]:
-    """A loader for ``module:attribute``."""
-    module, _, attribute = path.partition(":")
-    return lambda: getattr(importlib.import_module(module), attribute)
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    found: type[Pass]
+
+    def __call__(self) -> type[Pass]:
+        return self.found

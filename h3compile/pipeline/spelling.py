@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import types
@@ -65,7 +66,8 @@ def resolve(text: str | Sequence[str], registry: Registry) -> tuple[list[Pass], 
 
 def _with_options(found: type[Pass], text: str) -> Pass:
     hints = typing.get_type_hints(found)
-    fields = {option.name: hints[option.name] for option in dataclasses.fields(found)}
+    options = [option for option in dataclasses.fields(found) if option.init]
+    fields = {option.name: hints[option.name] for option in options}
     values: dict[str, object] = {}
     for item in split_list(text):
         key, equals, value = item.partition("=")
@@ -74,7 +76,15 @@ def _with_options(found: type[Pass], text: str) -> Pass:
             raise BuildError(f"option {item!r} of {found.name} has no value", "write OPTION=VALUE")
         if key not in fields:
             raise BuildError(f"{found.name} has no option {key!r}", nearest(key, fields))
+        if key in values:
+            raise BuildError(f"option {key} of {found.name} is given twice", "give it once")
         values[key] = _parse(found.name, key, fields[key], value.strip())
+    for option in options:
+        optional = (option.default, option.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        if not optional and option.name not in values:
+            raise BuildError(
+                f"{found.name} needs option {option.name}", f"write {found.name}({option.name}=...)"
+            )
     try:
         return found(**values)
     except ValueError as error:
@@ -82,19 +92,41 @@ def _with_options(found: type[Pass], text: str) -> Pass:
 
 
 def _parse(name: str, key: str, kind: object, text: str) -> object:
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if type(None) in options and text == "none":
+    try:
+        return _value(kind, text)
+    except ValueError as error:
+        raise BuildError(f"{text!r} does not fit option {key} of {name}", f"give {_wanted(kind)}") from error
+
+
+def _value(kind: object, text: str) -> object:
+    """``text`` as a value of the type ``kind``; `ValueError` when it is none."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        # Text last: every other value is text too.
+        for option in sorted(arguments, key=lambda option: option is str):
+            with contextlib.suppress(ValueError):
+                return _value(option, text)
+    elif origin is tuple:
+        parts = text.split("+") if text else []
+        kinds = arguments[:1] * len(parts) if arguments[-1] is Ellipsis else arguments
+        return tuple(_value(item, part) for item, part in zip(kinds, parts, strict=True))
+    elif kind is bool and text in ("true", "false"):
+        return text == "true"
+    elif kind in (None, type(None)) and text == "none":
         return None
-    for option in options:
-        try:
-            if option is bool:
-                return {"true": True, "false": False}[text]
-            if option in (int, float, str):
-                return option(text)
-            if typing.get_origin(option) is tuple:
-                item = typing.get_args(option)[0]
-                return tuple(item(part) for part in text.split("+"))
-        except (ValueError, KeyError):
-            continue
-    wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-    raise BuildError(f"{text!r} does not fit option {key} of {name}", f"give {wanted}")
+    elif kind is int or kind is float:
+        return int(text) if kind is int else float(text)
+    elif kind is str and text:
+        return text
+    raise ValueError(text)
+
+
+def _wanted(kind: object) -> str:
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_wanted(option) for option in arguments)
+    if typing.get_origin(kind) is tuple:
+        return "+".join("..." if item is Ellipsis else _wanted(item) for item in arguments)
+    if kind is bool:
+        return "true or false"
+    return "none" if kind is type(None) else str(getattr(kind, "__name__", kind))

@@ -30,7 +30,7 @@ def evaluate_dim(dim: int | str, sizes: Mapping[str, T]) -> T | int:
 
     def visit(node: ast.expr) -> object:
         match node:
-            case ast.Constant(value=int() as value):
+            case ast.Constant(value=int() as value) if not isinstance(value, bool):
                 return value
             case ast.Name(id=name) if name in sizes:
                 return sizes[name]
@@ -39,7 +39,6 @@ def evaluate_dim(dim: int | str, sizes: Mapping[str, T]) -> T | int:
         raise ValueError(f"{dim!r} is not a dimension expression over {', '.join(sorted(sizes))}")
 
     try:
-        tree = ast.parse(dim, mode="eval")
-    except SyntaxError as error:
-        raise ValueError(f"{dim!r} is not a dimension expression") from error
-    return visit(tree.body)  # type: ignore[return-value]
+        return visit(ast.parse(dim, mode="eval").body)  # type: ignore[return-value]
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{dim!r} is not a dimension expression ({type(error).__name__})") from error

@@ -9,7 +9,7 @@ from torch import fx
 
 from h3compile.program.analysis import execution_stages, mark
 from h3compile.program.program import Call, Program
-from h3compile.program.propagate import retarget
+from h3compile.program.retarget import retarget
 from h3compile.program.stages import Stage
 from h3compile.program.weights import TensorSource
 
@@ -67,7 +67,7 @@ class Interpreter:
     def _tables(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (timestep,) = (fact.name for fact in self.program.facts.inputs if fact.stage is Stage.SCHEDULE)
         rows: list[dict[str, torch.Tensor]] = []
-        for t in values[timestep].split(1):
+        for t in torch.split(values[timestep], 1):
             alone: dict[str, torch.Tensor] = {timestep: t}
             for call in self.program.calls:
                 if self._stages[call.name] is Stage.SCHEDULE:
@@ -91,7 +91,7 @@ def _linear_row_by_row(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     # A GEMM may round a row otherwise than a product of that row alone does.
-    return torch.cat([torch.ops.aten.linear.default(row, weight, bias) for row in rows.split(1)])
+    return torch.cat([torch.ops.aten.linear.default(row, weight, bias) for row in torch.split(rows, 1)])
 
 
 def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
@@ -101,5 +101,5 @@ def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
         return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     for node in graph.nodes:
-        node.args = tuple(change(argument) for argument in node.args)  # type: ignore[assignment]
-        node.kwargs = {key: change(value) for key, value in node.kwargs.items()}  # type: ignore[assignment]
+        node.args = tuple(change(argument) for argument in node.args)
+        node.kwargs = {key: change(value) for key, value in node.kwargs.items()}

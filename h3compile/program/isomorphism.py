@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from h3compile.program.region import Port
@@ -19,8 +20,8 @@ def isomorphism(reference: Sequence[fx.Node], other: Sequence[fx.Node]) -> dict[
     """The map from every node of ``reference``, and every value it reads, to its twin in ``other``.
 
     Both pieces are in graph order. Proven node by node: equal operator, equal constants, inner operands
-    that correspond, outer operands that correspond one to one, equal dtype and shape of every result
-    and of every outer operand. Raises `NotIsomorphic` at the first difference.
+    that correspond, outer operands that correspond one to one, equal dtype and shape (or value, of a
+    length) of every result and of every outer operand. Raises `NotIsomorphic` at the first difference.
     """
     if len(reference) != len(other):
         raise NotIsomorphic(f"{len(reference)} nodes against {len(other)}")
@@ -45,7 +46,7 @@ def isomorphism(reference: Sequence[fx.Node], other: Sequence[fx.Node]) -> dict[
                 raise NotIsomorphic(f"at {at.name}: {len(a)} operands against {len(b)}")
             for left, right in zip(a, b, strict=True):
                 compare(left, right, at)
-        elif type(a) is not type(b) or a != b:
+        elif type(a) is not type(b) or repr(a) != repr(b):  # repr tells 0.0 from -0.0
             raise NotIsomorphic(f"at {at.name}: constant {a!r} against {b!r}")
 
     for a, b in zip(reference, other, strict=True):
@@ -58,5 +59,7 @@ def isomorphism(reference: Sequence[fx.Node], other: Sequence[fx.Node]) -> dict[
 
 
 def _signature(node: fx.Node) -> tuple[object, ...]:
-    port = node.meta.get("port")
-    return (port.dtype, port.shape) if isinstance(port, Port) else ()
+    port, value = node.meta.get("port"), node.meta.get("val")
+    if isinstance(port, Port):
+        return (port.dtype, port.shape)
+    return (str(value),) if isinstance(value, int | torch.SymInt) else ()

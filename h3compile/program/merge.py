@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -12,7 +13,7 @@ from h3compile.program.program import Call, Program
 from h3compile.program.region import Port, Region
 from h3compile.program.stages import Stage
 
-__all__ = ["deduplicate", "merge_calls"]
+__all__ = ["deduplicate", "merge_calls", "share_equal"]
 
 
 def merge_calls(program: Program) -> Program:
@@ -66,8 +67,10 @@ def _merge(program: Program, early: Call, late: Call) -> Program:
         for weight, port in zip(call.weights, region.weights, strict=True):
             slots.setdefault(weight, Port(weight, port.dtype, port.shape))
     for value, port in inputs.items():
-        values[value] = graph.placeholder(port.name)
-        values[value].meta["port"] = port
+        values[value] = node = graph.placeholder(port.name)
+        # Two regions may call different values by one name: the graph has made it unique.
+        node.target = node.name
+        inputs[value] = node.meta["port"] = Port(node.name, port.dtype, port.shape)
     for weight, port in slots.items():
         weights[weight] = graph.placeholder(weight.replace(".", "_"))
         weights[weight].meta["port"] = port
@@ -83,13 +86,44 @@ def _merge(program: Program, early: Call, late: Call) -> Program:
     kept = [value for value in ports if value in read or value in program.outputs]
     graph.output(tuple(values[value] for value in kept))
     name = late.region
-    merged = Region(
-        name, deduplicate(graph), tuple(inputs.values()), tuple(slots.values()), tuple(ports[v] for v in kept)
-    )
+    merged = Region(name, graph, tuple(inputs.values()), tuple(slots.values()), tuple(ports[v] for v in kept))
     call = Call(name, 0, tuple(inputs), tuple(slots), tuple(kept))
     remaining = {key: region for key, region in program.regions.items() if key != early.region}
     rewritten = tuple(call if old is early else old for old in program.calls if old is not late)
-    return program.evolve(regions={**remaining, name: merged}, calls=rewritten)
+    return share_equal(program.evolve(regions={**remaining, name: merged}, calls=rewritten), name)
+
+
+def share_equal(program: Program, name: str) -> Program:
+    """``program`` in which the region ``name`` computes equal things once, and returns them once.
+
+    Whoever read one of two equal results of a call now reads the one that is left.
+    """
+    region, own = program.regions[name], program.calls_of(name)
+    graph = deduplicate(region.graph)
+    results = returned(graph)
+    # The program's own outputs keep their names.
+    final = [any(call.outputs[i] in program.outputs for call in own) for i in range(len(results))]
+    left: dict[fx.Node, int] = {}
+    for i in sorted(range(len(results)), key=lambda i: not final[i]):
+        left.setdefault(results[i], i)
+    kept = [i for i, node in enumerate(results) if left[node] == i or final[i]]
+    names = {
+        call.outputs[i]: call.outputs[left[node]]
+        for call in own
+        for i, node in enumerate(results)
+        if i not in kept
+    }
+    next(iter(reversed(graph.nodes))).args = (tuple(results[i] for i in kept),)
+    region = replace(region, graph=graph, outputs=tuple(region.outputs[i] for i in kept))
+    calls = [
+        replace(
+            call,
+            inputs=tuple(names.get(value, value) for value in call.inputs),
+            outputs=tuple(value for value in call.outputs if value not in names),
+        )
+        for call in program.calls
+    ]
+    return program.evolve(regions={**program.regions, name: region}, calls=tuple(calls))
 
 
 def _inline(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
 from h3compile.program.program import Level
-from h3compile.program.serialize import op_name
+from h3compile.program.serialize import constant_error, effect, op_name
 
 __all__ = ["illegal"]
 
@@ -25,15 +23,28 @@ _TRACE_ONLY = frozenset(
     }
 )
 
-# Operators whose result is not a function of their operands: equal graphs would give other bits.
-_IMPURE_TAGS = (torch.Tag.nondeterministic_seeded,)
+# Memory as it was found: no function of the operands.
+_UNINITIALIZED = frozenset(
+    {
+        "aten.empty.memory_format",
+        "aten.empty_like.default",
+        "aten.empty_permuted.default",
+        "aten.empty_strided.default",
+        "aten.new_empty.default",
+        "aten.new_empty_strided.default",
+    }
+)
+
+# Drawing no random numbers, these are marked as if they did; what they draw is asked of their operands.
+_DROPOUT = "aten.dropout.default"  # leaves with canonicalize, which looks at its operands
+_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def illegal(node: fx.Node, level: Level) -> str | None:
     """Why ``node`` may not stand in a program of this level, or ``None``.
 
-    Every operator must be nameable in a graph file, change none of its operands and draw no random
-    numbers; past the trace, nothing may be left that computes nothing.
+    Every operator and its constants must be writable to a graph file. Its result must be a function of
+    its operands, and its only effect. Past the trace, what `canonicalize` removes may not come back.
     """
     if node.op in ("placeholder", "output"):
         return None
@@ -43,22 +54,21 @@ def illegal(node: fx.Node, level: Level) -> str | None:
         name = op_name(node.target)
     except ValueError as error:
         return str(error)
-    if _mutates(node.target):  # type: ignore[arg-type]
-        return f"{name} changes its operands"
-    drops = name == "aten.dropout.default"  # with p = 0 or training off it draws nothing; canonicalize checks
-    if not drops and any(tag in getattr(node.target, "tags", ()) for tag in _IMPURE_TAGS):
-        random_use = name != "aten.scaled_dot_product_attention.default" or _dropout_of(node) != 0.0
-        if random_use:
-            return f"{name} draws random numbers"
+    if reason := effect(node.target):
+        return f"{name} {reason}"
+    if _random(node, name):
+        return f"{name} draws random numbers"
+    if name in _UNINITIALIZED:
+        return f"{name} leaves its memory as it was"
     if level >= Level.CANONICAL and name in _TRACE_ONLY:
         return f"{name} should have left with canonicalize"
-    return None
+    return constant_error(node)
 
 
-def _mutates(target: Callable[..., object]) -> bool:
-    schema = getattr(target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
-
-
-def _dropout_of(node: fx.Node) -> object:
-    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+def _random(node: fx.Node, name: str) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if name == _ATTENTION:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return not (isinstance(probability, int | float) and probability == 0.0)
+    return name != _DROPOUT

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from h3compile.program.analysis import execution_stages, mark
 from h3compile.program.cut import Piece, closure, computed, cut, leaving, returned
-from h3compile.program.merge import deduplicate, merge_calls
+from h3compile.program.merge import merge_calls, share_equal
 from h3compile.program.program import Call, Program
 from h3compile.program.region import Region
 from h3compile.program.stages import Stage
@@ -63,13 +63,13 @@ def peel(program: Program, stage: Stage) -> Peeled:
     between the calls) is done once. Calls of one stage are merged where their order allows it.
     """
     marks = mark(program)
-    for name, region in program.regions.items():
+    for name in program.regions:
         if set(marks.nodes[name].values()) <= {stage, Stage.BUILD}:
             continue  # the whole region is of this stage already
-        region = replace(region, graph=deduplicate(region.graph))
-        taken = _taken(region, marks.nodes[name], stage)
+        shared = share_equal(program, name)
+        taken = _taken(shared.regions[name], marks.nodes[name], stage)
         if taken:
-            program = _Splitter(program, region, marks.nodes[name], taken, stage).run()
+            program = _Splitter(shared, shared.regions[name], marks.nodes[name], taken, stage).run()
     program = merge_calls(program)
     return Peeled(program, _crossing(program, stage))
 
@@ -116,7 +116,12 @@ class _Splitter:
         common = closure([node for node in self.taken if node not in varying], self.constant)
         each = closure([node for node in self.taken if node in varying], self.constant)
         rest = closure(
-            [node for node in nodes if node not in self.taken and not self.constant(node)], self.constant
+            [
+                node
+                for node in nodes
+                if node not in self.taken and (node in self.returned or not self.constant(node))
+            ],
+            self.constant,
         )
         stays = [node for node in self.returned if node in set(rest)]
         ports = dict(zip(self.slots, self.region.weights, strict=True))
@@ -128,14 +133,15 @@ class _Splitter:
         ]
         prefix = f"{self.region.name}.{self.stage.value}"
         regions = dict(self.program.regions)
-        before: list[Call] = []
+        # What runs before each call: its own piece, and before the first the one that serves all.
+        before: list[list[Call]] = [[] for _ in self.own]
         if outputs := leaving(common, (each, rest)):
             piece = cut(f"{prefix}.common", common, outputs, ports)
             for known in names:
                 for node in outputs:
                     known.setdefault(node, f"{self.region.name}.{node.name}")
             regions[piece.region.name] = piece.region
-            before.append(self._call(piece, 0, names))
+            before[0].append(self._call(piece, 0, names))
         outputs = leaving(each, (common, rest))
         outputs += [node for node in self.returned if node in set(each) and node not in outputs]
         if outputs:
@@ -144,17 +150,13 @@ class _Splitter:
                 for node in outputs:
                     known.setdefault(node, f"{call.name}.{node.name}")
             regions[prefix] = piece.region
-            before += [self._call(piece, i, names) for i in range(len(self.own))]
+            for i, pieces in enumerate(before):
+                pieces.append(self._call(piece, i, names))
 
         remainder = cut(self.region.name, rest, stays, ports)
         regions[self.region.name] = remainder.region
-        after = {call: self._call(remainder, i, names) for i, call in enumerate(self.own)}
-        calls: list[Call] = []
-        for call in self.program.calls:
-            if call is self.own[0]:
-                # Safe before the first call served: an earlier stage never waits for a later one.
-                calls += before
-            calls.append(after.get(call, call))
+        split = {call: (*before[i], self._call(remainder, i, names)) for i, call in enumerate(self.own)}
+        calls = [piece for call in self.program.calls for piece in split.get(call, (call,))]
         return self.program.evolve(regions=regions, calls=tuple(calls))
 
     def _varying(self) -> set[fx.Node]:

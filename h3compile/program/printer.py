@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -29,19 +29,18 @@ def count_ops(program: Program) -> Counter[str]:
 def print_program(program: Program) -> str:
     """The whole program: the calls in order, then every region.
 
-    Runs of calls to one region are folded into one line, since they differ in weights alone.
+    Runs of calls to one region are folded into one line: what the first reads, what the last returns.
     """
     stages = execution_stages(program)
     lines = [f"program {program.facts.name} level={program.level.name.lower()}"]
     lines += [f"  input  {program.input_stages[port.name].value:8} {port}" for port in program.inputs]
     lines += [f"  output {value}" for value in program.outputs]
-    lines.append(f"  weights {len(program.weights)}")
-    lines.append("")
+    lines += [f"  tables {len(program.tables)}", f"  weights {len(program.weights)}", ""]
     for run in _runs(program.calls):
         first, last = run[0], run[-1]
         name = first.name if first is last else f"{first.region}.{first.index}..{last.index}"
         lines.append(
-            f"{stages[first.name].value:8} {name}({', '.join(first.inputs)}) -> {', '.join(first.outputs)}"
+            f"{stages[first.name].value:8} {name}({', '.join(first.inputs)}) -> {', '.join(last.outputs)}"
         )
     marks = mark(program).nodes
     for name, region in program.regions.items():
@@ -49,9 +48,12 @@ def print_program(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def print_region(region: Region, stages: dict[str, Stage] | object = None) -> str:
-    """One region: its ports, then a line a node with stage, type and the module it came from."""
-    marks = stages if isinstance(stages, dict) else {}
+def print_region(region: Region, stages: Mapping[str, Stage] | None = None) -> str:
+    """One region: its ports, then a line a node with type and the module it came from.
+
+    ``stages``, by node name, puts the stage before each line.
+    """
+    marks = stages or {}
     lines = [f"region {region.name}"]
     lines += [f"  input  {port}" for port in region.inputs]
     lines += [f"  weight {port}" for port in region.weights]

@@ -46,7 +46,7 @@ class Call:
 class Program:
     """Regions, the calls that execute them in order, and a table of lazy weights.
 
-    Values are single-assignment: a program input, or an output of exactly one earlier call. ``schedule``
+    Values are single-assignment: a program input, or an output of exactly one earlier call. ``tables``
     names the values folded into tables: each has one row (or equal group of rows) per timestep.
     """
 

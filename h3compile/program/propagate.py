@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from h3compile.program.dims import evaluate_dim
 from h3compile.program.facts import Dim
 from h3compile.program.region import Port, Region
+from h3compile.program.retarget import retarget
 
-__all__ = ["DimSpecialized", "fake_inputs", "port_of", "propagate", "retarget"]
+__all__ = ["DimSpecialized", "fake_inputs", "port_of", "propagate"]
 
 
 class DimSpecialized(Exception):
-    """An operator would only work for one value of a dimension that must stay free."""
+    """An operator would only work for some values of a dimension that must stay free."""
 
 
 class _Symbols:
@@ -33,7 +35,9 @@ class _Symbols:
         self.mode = FakeTensorMode(shape_env=self.env)
         self.sizes: dict[str, torch.SymInt] = {}
         self.names: dict[str, str] = {}
-        for dim in dims:
+        self._dims = {dim.name: dim for dim in dims}
+        self._checked = 0
+        for dim in self._dims.values():
             source = ConstantSource(dim.name)
             symbol = self.env.create_symbol(
                 dim.hint,
@@ -53,22 +57,39 @@ class _Symbols:
             return torch.empty(shape, dtype=port.dtype, device=device)
 
     def check(self, where: str) -> None:
+        """Raise `DimSpecialized` when what has run since the last check assumed something of a length."""
         for symbol, value in self.env.replacements.items():
-            name = self.names.get(str(symbol), str(symbol))
-            raise DimSpecialized(f"{where} fixes the length {name} to {value}")
+            name = _named(str(symbol), self.names)
+            raise DimSpecialized(f"{where} fixes the length {name} to {_named(str(value), self.names)}")
+        for guard in self.env.guards[self._checked :]:
+            self._check_guard(guard.expr, where)
+        self._checked = len(self.env.guards)
+
+    def _check_guard(self, guard: Any, where: str) -> None:  # a sympy relation
+        if len(guard.free_symbols) != 1:
+            return  # how two lengths compare is known to the model alone
+        (symbol,) = guard.free_symbols
+        dim = self._dims[self.names[str(symbol)]]
+        for length in (*_SAMPLES, dim.largest):
+            if dim.smallest <= length <= dim.largest and not guard.subs(symbol, length):
+                text = _named(str(guard), self.names)
+                raise DimSpecialized(f"{where} does not work for {dim.name} = {length}: it takes {text}")
+
+
+# Lengths that a guard is tried on: odd, even, prime, and the alignments that kernels like to assume. Not 1:
+# PyTorch tells a length from 1 to see whether it broadcasts, and its operators then do what is right.
+_SAMPLES = (2, 3, 5, 7, 8, 16, 17, 64, 127, 128, 4097)
 
 
 def _spell(size: int | torch.SymInt, names: Mapping[str, str]) -> int | str:
     if isinstance(size, int):
         return size
     expression = size.node.expr
-    if expression.is_number:
-        return int(expression)
-    text = str(expression)
-    # Longest first, so that s1 is not replaced inside s10.
-    for symbol in sorted(names, key=len, reverse=True):
-        text = text.replace(symbol, names[symbol])
-    return text
+    return int(expression) if expression.is_number else _named(str(expression), names)
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
 def port_of(name: str, value: torch.Tensor, names: Mapping[str, str]) -> Port:
@@ -116,18 +137,3 @@ def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Regio
             if isinstance(values[node], torch.Tensor):
                 node.meta["port"] = port_of(node.name, values[node], symbols.names)
     return Region(region.name, graph, region.inputs, region.weights, outputs)
-
-
-def retarget(graph: fx.Graph, device: str) -> fx.Graph:
-    """A copy of ``graph`` whose operators create their tensors on ``device``."""
-    copy = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            copy.output(fx.node.map_arg(node.args[0], mapping.__getitem__))
-            continue
-        clone = copy.node_copy(node, mapping.__getitem__)
-        mapping[node] = clone
-        if "device" in clone.kwargs:
-            clone.kwargs = {**clone.kwargs, "device": torch.device(device)}
-    return copy

@@ -22,10 +22,11 @@ class VerificationError(BuildError):
 def verify(program: Program, device: str = "cpu") -> Program:
     """``program`` with freshly propagated shapes and dtypes, once all of this holds:
 
-    graphs lint, their placeholders are their ports, and their operators are legal at the level; shapes
-    propagate with every length free; every call binds values that exist before it, and weights of the
-    right shape and dtype; every value is defined once; the outputs are defined; every weight is bound
-    and every region called; a folded table is computed before the step and only read there.
+    graphs lint, their placeholders are their ports by name and in order, they return values that they
+    compute, and their operators are legal at the level; shapes propagate with every length free; every
+    call binds values that exist before it, and weights of the right shape and dtype; every value is
+    defined once; the outputs are defined; every weight is bound and every region called; a folded table
+    is computed before the step and only read there.
     """
     problems = list(_structure(program))
     if problems:
@@ -52,18 +53,36 @@ def _structure(program: Program) -> Iterator[str]:
         except (RuntimeError, AssertionError) as error:
             yield f"region {name} does not lint ({error})"
             continue
-        placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
-        if len(placeholders) != len(region.placeholders):
-            yield f"region {name} has {len(placeholders)} placeholders for {len(region.placeholders)} ports"
-        output = next(iter(reversed(region.graph.nodes)))
-        if output.op != "output" or not isinstance(output.args[0], tuple):
-            yield f"region {name} does not return a tuple"
-        elif len(output.args[0]) != len(region.outputs):
-            yield f"region {name} returns {len(output.args[0])} values for {len(region.outputs)} ports"
+        yield from _ports(region)
         for node in region.graph.nodes:
-            reason = illegal(node, program.level)
-            if reason:
+            if reason := illegal(node, program.level):
                 yield f"{name}/{node.name}: {reason}"
+
+
+def _ports(region: Region) -> Iterator[str]:
+    name = region.name
+    labels = [node.target for node in region.graph.nodes if node.op == "placeholder"]
+    expected = [port.name.replace(".", "_") for port in region.placeholders]
+    if len(labels) != len(expected):
+        yield f"region {name} has {len(labels)} placeholders for {len(expected)} ports"
+    for label, port in zip(labels, expected, strict=False):
+        if label != port:
+            yield f"region {name} has placeholder {label} where its port is {port}"
+    if len(set(expected)) != len(expected):
+        yield f"region {name} has two ports of one name"
+    output = next(iter(reversed(region.graph.nodes)))
+    if output.op != "output" or not isinstance(output.args[0], tuple):
+        yield f"region {name} does not return a tuple"
+        return
+    results = output.args[0]
+    if len(results) != len(region.outputs):
+        yield f"region {name} returns {len(results)} values for {len(region.outputs)} ports"
+    for result in results:
+        # An alias of an input, or two names for one tensor, would be a value defined twice.
+        if result.op != "call_function":
+            yield f"region {name} returns {result.name}, which it does not compute"
+        elif results.count(result) > 1:
+            yield f"region {name} returns {result.name} twice"
 
 
 def _propagated(program: Program, region: Region, device: str) -> Region:

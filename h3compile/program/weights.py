@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from h3compile.errors import CheckpointError
+
 __all__ = ["Cast", "Concat", "Literal", "Load", "Reorder", "TensorSource", "Weight"]
 
 
@@ -48,14 +50,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class Load(Weight):
-    """The checkpoint tensor ``key`` as it is stored."""
+    """The checkpoint tensor ``key`` as it is stored.
+
+    Evaluation raises `CheckpointError` when it is stored in another shape or dtype.
+    """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def evaluate(self, source: TensorSource) -> torch.Tensor:
-        return source.read(self.key)
+        tensor = source.read(self.key)
+        if (tuple(tensor.shape), tensor.dtype) != (self.shape, self.dtype):
+            raise CheckpointError(
+                f"{self.key} is {tensor.dtype} {tuple(tensor.shape)}, not {self.dtype} {self.shape}",
+                "give the checkpoint that the program was traced for",
+            )
+        return tensor
 
     def reads(self) -> tuple[str, ...]:
         return (self.key,)
@@ -74,7 +85,9 @@ class Literal(Weight):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Literal:
-        """The literal with the bits of ``tensor``, which must be exact in float64."""
+        """The literal with the bits of ``tensor``; `ValueError` when float64 does not hold its values."""
+        if not torch.equal(tensor.double().to(tensor.dtype), tensor):
+            raise ValueError(f"a literal holds no {tensor.dtype} beyond float64, and no NaN")
         return cls(tuple(tensor.double().flatten().tolist()), tuple(tensor.shape), tensor.dtype)
 
     def evaluate(self, source: TensorSource) -> torch.Tensor:
@@ -116,6 +129,8 @@ class Concat(Weight):
     dim: int = 0
 
     def __post_init__(self) -> None:
+        if not self.operands or not 0 <= self.dim < len(self.operands[0].shape):
+            raise ValueError(f"cannot concatenate {len(self.operands)} weights along dimension {self.dim}")
         first = self.operands[0]
         for other in self.operands[1:]:
             rest = [n for d, n in enumerate(other.shape) if d != self.dim]
@@ -161,8 +176,10 @@ class Reorder(Weight):
     order: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.operand.shape[0] % self.groups or not all(0 <= i < self.groups for i in self.order):
-            raise ValueError(f"cannot reorder {self.operand.shape[0]} rows as {self.order} of {self.groups}")
+        rows = self.operand.shape[0]
+        legal = self.order and all(0 <= i < self.groups for i in self.order)
+        if not legal or rows % self.groups:
+            raise ValueError(f"cannot reorder {rows} rows as {self.order} of {self.groups}")
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -9,8 +9,8 @@ import torch
 
 from h3compile.engine.manifest import RegionRecord
 from h3compile.errors import EngineError
-from h3compile.program.propagate import retarget
 from h3compile.program.region import Region
+from h3compile.program.retarget import retarget
 from h3compile.program.serialize import region_from_json
 from h3compile.runtime.pool import Pool
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from h3compile.engine.manifest import PortRecord
+from h3compile.engine.manifest import DimRecord, PortRecord
 from h3compile.errors import H3CompileError
 from h3compile.program.serialize import dtype_name, parse_dtype
 from h3compile.runtime.timesteps import to_bits
@@ -38,11 +38,11 @@ def check_attention_kwargs(kwargs: Mapping[str, object] | None) -> None:
 
 
 def check_shapes(
-    ports: Sequence[PortRecord], smallest: Mapping[str, int], given: Mapping[str, object]
+    ports: Sequence[PortRecord], dims: Mapping[str, DimRecord], given: Mapping[str, object]
 ) -> None:
     """Refuses inputs whose ranks, widths or row counts are not what the ports and each other say.
 
-    ``smallest`` gives the least legal length by dimension name.
+    ``dims`` gives the legal range of every length by its name.
     """
     lengths: dict[str, tuple[int, str]] = {}
     for port in ports:
@@ -50,13 +50,13 @@ def check_shapes(
         if not isinstance(tensor, torch.Tensor):
             raise H3CompileError(f"{port.name} is a {type(tensor).__name__}", "pass a torch.Tensor")
         if tensor.dim() != len(port.shape):
-            dims = ", ".join(map(str, port.shape))
-            raise H3CompileError(f"{port.name} has {tensor.dim()} dimensions", f"its shape is [{dims}]")
+            shape = ", ".join(map(str, port.shape))
+            raise H3CompileError(f"{port.name} has {tensor.dim()} dimensions", f"its shape is [{shape}]")
         if not parse_dtype(port.dtype).is_floating_point and tensor.is_floating_point():
             raise H3CompileError(f"{port.name} is {dtype_name(tensor.dtype)}", f"pass it as {port.dtype}")
         for place, (size, declared) in enumerate(zip(tensor.shape, port.shape, strict=True)):
             if isinstance(declared, str):
-                _check_length(port.name, size, declared, smallest, lengths)
+                _check_length(port.name, size, declared, dims, lengths)
             elif size != declared and place == 0:
                 raise H3CompileError(
                     f"{port.name} holds {size} requests, a forward takes {declared}", "call once for each"
@@ -108,11 +108,13 @@ def read_timesteps(timestep: torch.Tensor, indices: torch.Tensor) -> list[float]
 
 
 def _check_length(
-    name: str, size: int, dim: str, smallest: Mapping[str, int], lengths: dict[str, tuple[int, str]]
+    name: str, size: int, dim: str, dims: Mapping[str, DimRecord], lengths: dict[str, tuple[int, str]]
 ) -> None:
-    least = smallest.get(dim, 1)
-    if size < least:
-        raise H3CompileError(f"{name} has {size} {_words(dim)}", f"at least {least} must be there")
+    legal = dims[dim]
+    if size < legal.smallest:
+        raise H3CompileError(f"{name} has {size} {_words(dim)}", f"at least {legal.smallest} must be there")
+    if size > legal.largest:
+        raise H3CompileError(f"{name} has {size} {_words(dim)}", f"the engine takes at most {legal.largest}")
     known, first = lengths.setdefault(dim, (size, name))
     if known != size:
         raise H3CompileError(

@@ -122,9 +122,9 @@ class Weights:
 def range_key(folder: EngineFolder, partition: str, name: str, device: torch.device) -> tuple[str, ...]:
     """What a range is shared by: its digest, or its place in this very engine when it has none."""
     record = folder.manifest.partitions[partition].ranges[name]
-    if record.sha256 is None:
+    if record.identity is None:
         return ("range", str(device), folder.digest, partition, name)
-    return ("range", str(device), record.sha256)
+    return ("range", str(device), record.identity)
 
 
 def _views(data: torch.Tensor, record: RangeRecord) -> tuple[torch.Tensor, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -181,6 +183,30 @@ def test_a_region_that_changes_its_input_is_refused(tmp_path: Path) -> None:
     graph.output((graph.call_function(torch.ops.aten.mul_.Tensor, (x, 2.0)),))
     with pytest.raises(BuildError, match="changes one of its inputs"):
         compile_region(_module(graph, _symbolic(("rows", 4), 8)), device="cpu", output=tmp_path / "region")
+
+
+def test_without_a_compiler_the_mend_is_named(tmp_path: Path) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.sin.default, (x,)),))
+    no_compiler = inductor_config.patch({"cpp.cxx": (None, "/nonexistent")})
+    with no_compiler, pytest.raises(BuildError, match=r"no C\+\+ compiler was found: install g\+\+"):
+        compile_region(_module(graph, _symbolic(("rows", 4), 8)), device="cpu", output=tmp_path / "region")
+
+
+@pytest.mark.slow
+def test_no_process_stays_behind(tmp_path: Path) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.cos.default, (x,)),))
+    before = psutil.Process().children(recursive=True)
+    compile_region(
+        _module(graph, _symbolic(("rows", 4), 8)),
+        device="cpu",
+        output=tmp_path / "region",
+        options=InductorOptions(workers=2),
+    )
+    assert psutil.Process().children(recursive=True) == before
 
 
 @pytest.mark.slow

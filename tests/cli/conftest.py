@@ -91,7 +91,7 @@ def engine(tmp_path: Path) -> Path:
                     "inputs": [record(first, None)["inputs"][0]],  # type: ignore[index]
                     "input_stages": {"x": "request"},
                     "outputs": ["y"],
-                    "dims": {"rows": 1},
+                    "dims": {"rows": {"hint": 64, "largest": 4096}},
                     # On purpose not in the order of execution.
                     "regions": [record(block, "regions/block"), record(first, None)],
                     "calls": [call | {"range": f"{call['region']}.{call['index']}"} for call in calls],

@@ -75,7 +75,7 @@ class Toy:
             "inputs": [x],
             "input_stages": {"x": "step"},
             "outputs": ["y"],
-            "dims": {"rows": 1},
+            "dims": {"rows": {"hint": 64, "largest": 4096}},
             "regions": [region],
             "calls": [call],
             "tables": [],

@@ -132,7 +132,7 @@ def manifest_of(**changes: object) -> Manifest:
         "inputs": (),
         "input_stages": {},
         "outputs": (),
-        "dims": {"rows": 1},
+        "dims": {"rows": {"hint": 64, "largest": 4096}},
         "regions": (schedule, block),
         "calls": tuple(calls),
         "tables": ("modulation.0",),

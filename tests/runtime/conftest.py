@@ -13,6 +13,7 @@ from torch import fx
 from h3compile.engine.layout import SlotSpec, lay_out
 from h3compile.engine.manifest import (
     CallRecord,
+    DimRecord,
     Manifest,
     PartitionRecord,
     PortRecord,
@@ -288,7 +289,10 @@ class Toy:
                 inputs=tuple(port_record(port) for port, _ in INPUTS),
                 input_stages={port.name: stage for port, stage in INPUTS},
                 outputs=("sample", "audio"),
-                dims=dict.fromkeys(("rows", "video_rows", "audio_rows", "text_rows", "timesteps"), 1),
+                dims=dict.fromkeys(
+                    ("rows", "video_rows", "audio_rows", "text_rows", "timesteps"),
+                    DimRecord(hint=64, largest=4096),
+                ),
                 regions=tuple(records),
                 calls=tuple(self._calls()),
                 tables=TABLES if self.fold else (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h3compile.engine.manifest import PortRecord
+from h3compile.engine.manifest import DimRecord, PortRecord
 from h3compile.errors import H3CompileError
 from h3compile.program.serialize import dtype_name
 from h3compile.runtime.validate import (
@@ -15,7 +15,13 @@ from h3compile.runtime.validate import (
     read_timesteps,
 )
 
-SMALLEST = {"rows": 1, "video_rows": 1, "audio_rows": 2, "text_rows": 1}
+DIMS = {
+    "rows": DimRecord(hint=64, largest=4096),
+    "video_rows": DimRecord(hint=64, largest=4096),
+    "audio_rows": DimRecord(hint=64, smallest=2, largest=4096),
+    "text_rows": DimRecord(hint=64, largest=4096),
+    "timesteps": DimRecord(hint=2, largest=4096),
+}
 ROWS = torch.arange(10)
 # (what replaces an input, the line)
 SHAPES = {
@@ -87,7 +93,7 @@ def ports(kit) -> list[PortRecord]:
 def test_inputs_that_do_not_fit_are_refused(kit, ports, case: str) -> None:
     change, line = SHAPES[case]
     with pytest.raises(H3CompileError) as caught:
-        check_shapes(ports, SMALLEST, {**kit.inputs(), **change})
+        check_shapes(ports, DIMS, {**kit.inputs(), **change})
     assert str(caught.value) == line
 
 
@@ -102,12 +108,12 @@ def test_contents_that_do_not_fit_are_refused(kit, case: str) -> None:
 @pytest.mark.parametrize(("video", "audio", "text"), [(5, 3, 2), (1, 2, 1), (33, 7, 11)])
 def test_what_fits_passes(kit, ports, video: int, audio: int, text: int) -> None:
     given = kit.inputs(video, audio, text)
-    check_shapes(ports, SMALLEST, given)
+    check_shapes(ports, DIMS, given)
     check_layout(given)
 
 
 def test_whole_numbers_pass_for_a_float_input(kit, ports) -> None:
-    check_shapes(ports, SMALLEST, {**kit.inputs(), "position_ids": torch.zeros(10, 3, dtype=torch.int64)})
+    check_shapes(ports, DIMS, {**kit.inputs(), "position_ids": torch.zeros(10, 3, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize(("index", "wrong"), [(2, 2), (-1, -1)])
