@@ -184,7 +184,8 @@ def _info(
         outputs=len(result.args[0]),
         lengths=tuple(LengthInfo(name=length.name, largest=length.largest) for length in inputs.lengths),
         assumptions=inputs.assumptions(),
-        options=dataclasses.asdict(options),
+        # How many processes compiled it says nothing about the code.
+        options={key: value for key, value in dataclasses.asdict(options).items() if key != "workers"},
         kernels=kernels,
     )
 

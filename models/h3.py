@@ -82,6 +82,8 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("proj_in", "aten.linear.default"): "video_embeds",
     ("audio_proj_in", "aten.linear.default"): "audio_embeds",
     ("time_embedder.linear_2", "aten.linear.default"): "temb",
+    ("transformer_blocks.*.adaln_proj", "aten.silu.default"): "activated_temb",
+    ("norm_out", "aten.silu.default"): "activated_temb",
     ("transformer_blocks.*.adaln_proj.linear", "aten.linear.default"): "modulation",
     ("norm_out.linear", "aten.linear.default"): "output_modulation",
     ("", "aten.add.Tensor"): "modulation_index",

@@ -21,14 +21,18 @@ __all__ = ["read_mp4", "write_mp4"]
 # Visually lossless for most content, at a tenth of the size of truly lossless.
 _CRF = "17"
 _AUDIO_BITS_PER_SECOND = 256_000
+# Full scale of 24 bits, which lie in the upper part of the 32 that a sample takes.
+_PEAK = 2**31 - 2**8
 # BT.709 in limited range, in the numbers of ITU-T H.273; without the tags a player has to guess.
 _BT709 = 1
 
 
-def write_mp4(path: Path, clip: Clip) -> None:
+def write_mp4(path: Path, clip: Clip, *, lossless: bool = False) -> None:
     """Write ``clip`` to ``path`` as H.264 (yuv420p, BT.709) with stereo AAC, through PyAV.
 
-    The file appears at ``path`` when it is complete; an older one is replaced.
+    The file appears at ``path`` when it is complete; an older one is replaced. The same clip gives the same
+    bytes. ``lossless`` keeps the yuv420p pixels, and the sound to 24 bits as ALAC: for comparing two clips,
+    because a lossy encoder answers the last bit of one pixel with other decisions everywhere.
 
     Raises:
         H3CompileError: the frames have an odd width or height, or the file cannot be written.
@@ -39,7 +43,7 @@ def write_mp4(path: Path, clip: Clip) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-            _encode(container, clip)
+            _encode(container, clip, lossless)
         partial.replace(path)
     except (av.FFmpegError, OSError) as error:
         raise H3CompileError(f"cannot write {path} ({error})", "choose a directory with room") from error
@@ -63,15 +67,19 @@ def read_mp4(path: Path, *, sample_rate: int = 32_000) -> Clip:
     return Clip(video.frames, waveform, fps=int(video.fps), sample_rate=sample_rate)
 
 
-def _encode(container: Any, clip: Clip) -> None:
-    video = container.add_stream("libx264", rate=clip.fps, options={"crf": _CRF, "preset": "medium"})
+def _encode(container: Any, clip: Clip, lossless: bool) -> None:
+    options = {"crf": "0" if lossless else _CRF, "preset": "medium"}
+    video = container.add_stream("libx264", rate=clip.fps, options=options)
     video.height, video.width = clip.frames.shape[1:3]
     video.pix_fmt = "yuv420p"
     context = video.codec_context
+    # Threads over slices, which is what PyAV asks for, now and then give another file for the same frames.
+    context.thread_type = "FRAME"
     context.colorspace = context.color_primaries = context.color_trc = _BT709
     context.color_range = ColorRange.MPEG
-    audio = container.add_stream("aac", rate=clip.sample_rate, layout="stereo")
-    audio.bit_rate = _AUDIO_BITS_PER_SECOND
+    audio = container.add_stream("alac" if lossless else "aac", rate=clip.sample_rate, layout="stereo")
+    if not lossless:
+        audio.bit_rate = _AUDIO_BITS_PER_SECOND
 
     sent = 0
     for index, pixels in enumerate(clip.frames):
@@ -93,7 +101,9 @@ def _send_sound(container: Any, stream: Any, clip: Clip, start: int, end: int) -
     samples = np.ascontiguousarray(clip.waveform[:, start:end])
     if not samples.shape[1]:
         return
-    frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+    if stream.codec_context.format.name == "s32p":
+        samples = np.rint(samples.clip(-1, 1) * _PEAK).astype(np.int32)
+    frame = av.AudioFrame.from_ndarray(samples, format=stream.codec_context.format.name, layout="stereo")
     frame.sample_rate = clip.sample_rate
     frame.pts, frame.time_base = start, Fraction(1, clip.sample_rate)
     container.mux(stream.encode(frame))

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from h3compile.errors import BuildError
 from h3compile.models.h3 import LABELS, Config, facts_for, release_dtype
+from h3compile.program.cut import returned
 from h3compile.program.facts import ModelFacts
 from h3compile.program.program import Call, Level, Program
 from h3compile.program.region import Port, Region
@@ -75,11 +76,12 @@ def trace(config: Config, dtypes: Mapping[str, torch.dtype] | None = None) -> Pr
         nodes[node] = graph.placeholder(target.replace(".", "_"))
 
     outputs: tuple[Port, ...] = ()
+    final = dict(zip(returned(exported.graph), facts.outputs, strict=True))
     for node in exported.graph.nodes:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), nodes.__getitem__)
             origin = _origin(node)
-            label = _label(node, origin, args)
+            label = final.get(node) or _label(node, origin, args)
             clone = graph.create_node("call_function", node.target, args, kwargs, name=label)
             clone.meta["origin"] = origin
             nodes[node] = clone

@@ -73,6 +73,36 @@ def peak(reset=False):
 """
 
 
+@pytest.fixture(scope="session")
+def diffusers_alone() -> Callable[[torch.nn.Module, Inputs], tuple[torch.Tensor, ...]]:
+    """A function that runs Diffusers' model with the linears of its timestep path evaluated row by row.
+
+    A GEMM over M timesteps may round a row otherwise than a product of that row alone does.
+    """
+    path = ("adaln_proj", "time_embedder", "norm_out")
+
+    def alone(linear: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [torch.nn.functional.linear(row, linear.weight, linear.bias) for row in args[0].split(1)]
+        )
+
+    def run(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        hooks = [
+            module.register_forward_hook(alone)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and any(part in name for part in path)
+        ]
+        try:
+            with torch.no_grad():
+                outputs: tuple[torch.Tensor, ...] = model(**inputs, return_dict=False)
+                return outputs
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return run
+
+
 # Distinct timesteps of one forward: the first step, later steps, with an image anchor, with audio references.
 TIMESTEPS = {1: (0.0,), 2: (0.0625, 0.31), 3: (0.2, 0.5, 0.999), 4: (0.1, 0.3, 0.999, 1.0)}
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -77,38 +77,16 @@ def test_work_that_mixes_timesteps_is_refused(case: Case) -> None:
         Manager((*BEFORE, FoldSchedule())).run(program, find_target("cpu"))
 
 
-def _diffusers_alone(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Diffusers' own model with the linears of its timestep path evaluated row by row."""
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and (
-            "adaln_proj" in name or "time_embedder" in name or "norm_out" in name
-        ):
-
-            def alone(
-                linear: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor
-            ) -> torch.Tensor:
-                rows = [
-                    torch.nn.functional.linear(row, linear.weight, linear.bias) for row in args[0].split(1)
-                ]
-                return torch.cat(rows)
-
-            hooks.append(module.register_forward_hook(alone))
-    try:
-        with torch.no_grad():
-            return model(**inputs, return_dict=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def test_the_bits_of_diffusers_itself(
-    case: Case, outcome: Callable[..., Outcome], transformers_of: Callable[..., torch.nn.Module]
+    case: Case,
+    outcome: Callable[..., Outcome],
+    transformers_of: Callable[..., torch.nn.Module],
+    diffusers_alone: Callable[..., tuple[torch.Tensor, ...]],
 ) -> None:
     dtype = case.inputs[0]["encoder_hidden_states"].dtype
     run = Interpreter(outcome(FoldSchedule(), BEFORE).after, case.source)
     for inputs in case.inputs[::3]:
         for ours, theirs in zip(
-            run(inputs).values(), _diffusers_alone(transformers_of(dtype), inputs), strict=True
+            run(inputs).values(), diffusers_alone(transformers_of(dtype), inputs), strict=True
         ):
             assert torch.equal(ours, theirs)

@@ -1,0 +1,103 @@
+"""Engines of the tiny checkpoint, built once a session through the front door."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import h3compile
+from h3compile.models.h3 import ARCHITECTURE, PARTITIONS, RELEASE_CONFIG
+from h3compile.runtime.module import CompiledTransformer
+
+# Kind -> (backend, passes beside the default ones).
+KINDS = {
+    "hoisted": ("eager", "-fold-schedule"),
+    "folded": ("eager", ""),
+    "inductor": ("inductor", ""),
+}
+
+Engines = Callable[[torch.dtype, str], Path]
+Modules = Callable[[torch.dtype, str, str], CompiledTransformer]
+Child = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def engines(checkpoints: Callable[[torch.dtype], Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """A function from dtype and kind to an engine with both partitions of the tiny checkpoint."""
+    built: dict[tuple[torch.dtype, str], Path] = {}
+
+    def of(dtype: torch.dtype, kind: str) -> Path:
+        if (dtype, kind) not in built:
+            backend, passes = KINDS[kind]
+            folder = h3compile.build(
+                str(checkpoints(dtype)),
+                passes=passes,
+                target="cpu",
+                backend=backend,
+                steps=(4,),
+                partitions=tuple(PARTITIONS),
+                output=tmp_path_factory.mktemp("engine") / f"{kind}.h3e",
+            )
+            built[dtype, kind] = folder.path
+        return built[dtype, kind]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def modules(engines: Engines) -> Modules:
+    """A function from dtype, kind and partition to the loaded engine."""
+    loaded: dict[tuple[torch.dtype, str, str], CompiledTransformer] = {}
+
+    def of(dtype: torch.dtype, kind: str, partition: str = "transformer") -> CompiledTransformer:
+        key = (dtype, kind, partition)
+        if key not in loaded:
+            loaded[key] = h3compile.load(engines(dtype, kind), device="cpu", partition=partition)
+        return loaded[key]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def child() -> Child:
+    """A function that runs Python source in a new process and returns what it printed; failing is an error."""
+
+    def run(source: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", source, *map(str, arguments)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function from changes to the release's configuration to a checkpoint folder with nothing else in it."""
+
+    def write(**changes: object) -> Path:
+        root = tmp_path_factory.mktemp("configuration")
+        write_config(root / "transformer", **changes)
+        return root
+
+    return write
+
+
+def write_config(folder: Path, **changes: object) -> Mapping[str, object]:
+    """The release's ``config.json`` with ``changes``, in the new ``folder``."""
+    folder.mkdir(parents=True)
+    config = {"_class_name": ARCHITECTURE, **RELEASE_CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return config
