@@ -75,23 +75,34 @@ def peak(reset=False):
 
 @pytest.fixture(scope="session")
 def diffusers_alone() -> Callable[[torch.nn.Module, Inputs], tuple[torch.Tensor, ...]]:
-    """A function that runs Diffusers' model with the linears of its timestep path evaluated row by row.
+    """A function that runs Diffusers' model with every timestep's modulation evaluated by itself.
 
-    A GEMM over M timesteps may round a row otherwise than a product of that row alone does.
+    A GEMM over several rows may round a row otherwise than a product of that row alone does, and so may the
+    vectorized part of an elementwise operator and its tail.
     """
-    path = ("adaln_proj", "time_embedder", "norm_out")
+    paths = ("time_proj", "time_embedder", "adaln_proj", "norm_out")
 
-    def alone(linear: torch.nn.Linear, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        return torch.cat(
-            [torch.nn.functional.linear(row, linear.weight, linear.bias) for row in args[0].split(1)]
-        )
+    def embed(module: torch.nn.Module, args: tuple[torch.Tensor], _: object) -> torch.Tensor:
+        return torch.cat([module.forward(row) for row in args[0].split(1)])
+
+    def modulate(module: torch.nn.Module, args: tuple[torch.Tensor], _: object) -> tuple[torch.Tensor, ...]:
+        rows = [module.forward(row) for row in args[0].split(1)]
+        return tuple(torch.cat(values) for values in zip(*rows, strict=True))
+
+    def finish(module: torch.nn.Module, args: tuple[torch.Tensor, ...], _: object) -> torch.Tensor:
+        hidden, temb, which = args
+        # All rows once for each timestep, of which every row takes its own.
+        each = torch.cat([module.forward(hidden, row, torch.zeros_like(which)) for row in temb.split(1)])
+        return each[which, torch.arange(len(which))].unsqueeze(0)
 
     def run(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in paths}
+        kinds = {"adaln_proj": modulate, "norm_out": finish}
         hooks = [
-            module.register_forward_hook(alone)
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and any(part in name for part in path)
+            module.register_forward_hook(kinds.get(name.rpartition(".")[2], embed))
+            for name, module in found.items()
         ]
+        assert {name.rpartition(".")[2] for name in found} == set(paths)
         try:
             with torch.no_grad():
                 outputs: tuple[torch.Tensor, ...] = model(**inputs, return_dict=False)

@@ -35,16 +35,16 @@ LOWER: dict[str, set[str]] = {
 # The drivers, which see all of them, and the command line, which sees the drivers too.
 ARROWS = LOWER | {
     "lower": set(LOWER),
-    "build": {*LOWER, "lower"},
-    "cli": {*LOWER, "lower", "build"},
-    "": {"build", "runtime"},
+    "driver": {*LOWER, "lower"},
+    "cli": {*LOWER, "lower", "driver"},
+    "": {"driver", "runtime"},
 }
 
 # What everybody may import; "" is the package, for its version.
 SHARED = {"errors", "progress", ""}
 
 # What it exports lazily, and where that lies.
-EXPORTS = {"build": "build", "load": "runtime"}
+EXPORTS = {"build": "driver", "load": "runtime"}
 
 # Libraries that belong to some houses only: an engine runs where no model library is installed.
 LIBRARIES: dict[str, set[str]] = {
@@ -157,7 +157,7 @@ def test_no_import_goes_against_the_arrows() -> None:
         ("h3compile.runtime.load", "from h3compile import build"),
         ("h3compile.engine.loader", "from h3compile import load"),
         ("h3compile.program.region", "from h3compile.engine.manifest import Manifest"),
-        ("h3compile.build", "from h3compile.cli.main import main"),
+        ("h3compile.driver", "from h3compile.cli.main import main"),
         ("h3compile.models.h3", "from h3compile.targets import Target"),
         ("h3compile.errors", "from h3compile.program.stages import Stage"),
         ("h3compile.runtime.module", "import diffusers"),
@@ -179,7 +179,7 @@ def test_a_planted_import_is_caught(module: str, source: str) -> None:
         ("h3compile.passes.hoist", "from h3compile.pipeline.base import Pass"),
         ("h3compile.models.h3", "import diffusers.models"),
         ("h3compile.cli.run", "from h3compile import load"),
-        ("h3compile", "from h3compile.build import build"),
+        ("h3compile", "from h3compile.driver import build"),
         ("h3compile.program.region", "from h3compile.program.stages import Stage"),
     ],
 )

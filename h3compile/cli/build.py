@@ -96,8 +96,8 @@ def build(
     """
     from pydantic import ValidationError
 
-    from h3compile.build import BuildConfig
-    from h3compile.build import build as compile_model
+    from h3compile.driver import BuildConfig
+    from h3compile.driver import build as compile_model
 
     typed: dict[str, object] = {
         "model": model,

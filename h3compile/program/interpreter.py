@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from h3compile.program.analysis import execution_stages, mark
+from h3compile.program.cut import computed
 from h3compile.program.program import Call, Program
+from h3compile.program.region import Port
 from h3compile.program.retarget import retarget
 from h3compile.program.stages import Stage
 from h3compile.program.weights import TensorSource
 
 __all__ = ["Interpreter", "retype"]
+
+_TIMESTEPS = "timesteps"
 
 
 class Interpreter:
@@ -48,9 +53,10 @@ class Interpreter:
         copy = retarget(graph, str(self._device))
         if self._dtype is not None:
             retype(copy, self._dtype)
-        for node in copy.nodes:
-            if marks.get(node.name) is Stage.SCHEDULE and node.target is torch.ops.aten.linear.default:
-                node.target = _linear_row_by_row
+        for node in computed(copy):
+            # Where no operand itself has such rows (a list of them has), data is only moved.
+            if marks.get(node.name) is Stage.SCHEDULE and _varies(node) and any(map(_varies, node.args)):
+                node.target = _row_by_row(node)
         return fx.GraphModule(torch.nn.Module(), copy)
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -87,11 +93,35 @@ class Interpreter:
         return tensor.to(self._device, self._dtype if floating else tensor.dtype)
 
 
-def _linear_row_by_row(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    # A GEMM may round a row otherwise than a product of that row alone does.
-    return torch.cat([torch.ops.aten.linear.default(row, weight, bias) for row in torch.split(rows, 1)])
+def _varies(value: object) -> bool:
+    """Whether a node has one row a timestep."""
+    port = value.meta.get("port") if isinstance(value, fx.Node) else None
+    return isinstance(port, Port) and port.shape[:1] == (_TIMESTEPS,)
+
+
+def _row_by_row(node: fx.Node) -> Callable[..., torch.Tensor]:
+    """The operator of ``node``, applied to each timestep alone.
+
+    A GEMM may round a row otherwise than a product of that row does, and a vectorized function may
+    round the end of a row otherwise than its middle.
+    """
+    operator = node.target
+    assert callable(operator)
+    varying = [_varies(argument) for argument in node.args]
+
+    def rows(*args: Any, **kwargs: Any) -> torch.Tensor:
+        count = next(arg.shape[0] for arg, varies in zip(args, varying, strict=True) if varies)
+        return torch.cat(
+            [
+                operator(
+                    *(arg[i : i + 1] if varies else arg for arg, varies in zip(args, varying, strict=True)),
+                    **kwargs,
+                )
+                for i in range(count)
+            ]
+        )
+
+    return rows
 
 
 def retype(graph: fx.Graph, dtype: torch.dtype) -> None:

@@ -140,7 +140,7 @@ def test_finalize_ends_what_was_pending(h3compile, driver: Driver) -> None:  # t
 
 
 def test_the_options_are_fields_of_the_real_config() -> None:
-    from h3compile.build import BuildConfig as Real
+    from h3compile.driver import BuildConfig as Real
 
     spelled = {"partition": "partitions"}
     annotations = {name for name in command.__annotations__ if name not in ("return", "recipe")}

@@ -67,7 +67,7 @@ def modules(engines: Engines) -> Modules:
 
 @pytest.fixture(scope="session")
 def child() -> Child:
-    """A function that runs Python source in a new process and returns what it printed; failing is an error."""
+    """A function that runs Python source in a new process, which must succeed, and returns what it printed."""
 
     def run(source: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
