@@ -20,6 +20,9 @@ __all__ = ["read_mp4", "write_mp4"]
 
 # Visually lossless for most content, at a tenth of the size of truly lossless.
 _CRF = "17"
+# Macroblock trees read memory that was never written unless the width is a multiple of 128 (x264 165, with
+# SIMD): the same frames would give another file in another process.
+_X264 = "mbtree=0"
 _AUDIO_BITS_PER_SECOND = 256_000
 # Full scale of 24 bits, which lie in the upper part of the 32 that a sample takes.
 _PEAK = 2**31 - 2**8
@@ -68,13 +71,11 @@ def read_mp4(path: Path, *, sample_rate: int = 32_000) -> Clip:
 
 
 def _encode(container: Any, clip: Clip, lossless: bool) -> None:
-    options = {"crf": "0" if lossless else _CRF, "preset": "medium"}
+    options = {"crf": "0" if lossless else _CRF, "preset": "medium", "x264-params": _X264}
     video = container.add_stream("libx264", rate=clip.fps, options=options)
     video.height, video.width = clip.frames.shape[1:3]
     video.pix_fmt = "yuv420p"
     context = video.codec_context
-    # Threads over slices, which is what PyAV asks for, now and then give another file for the same frames.
-    context.thread_type = "FRAME"
     context.colorspace = context.color_primaries = context.color_trc = _BT709
     context.color_range = ColorRange.MPEG
     audio = container.add_stream("alac" if lossless else "aac", rate=clip.sample_rate, layout="stereo")

@@ -75,34 +75,30 @@ def peak(reset=False):
 
 @pytest.fixture(scope="session")
 def diffusers_alone() -> Callable[[torch.nn.Module, Inputs], tuple[torch.Tensor, ...]]:
-    """A function that runs Diffusers' model with every timestep's modulation evaluated by itself.
+    """A function that runs Diffusers' model with its timestep path evaluated one timestep at a time.
 
-    A GEMM over several rows may round a row otherwise than a product of that row alone does, and so may the
-    vectorized part of an elementwise operator and its tail.
+    A GEMM over M timesteps may round a row otherwise than a product of that row alone, and a vectorized
+    function may round the end of a row otherwise than its middle. So the whole path goes row by row.
     """
-    paths = ("time_proj", "time_embedder", "adaln_proj", "norm_out")
+    functional = torch.nn.functional
 
-    def embed(module: torch.nn.Module, args: tuple[torch.Tensor], _: object) -> torch.Tensor:
-        return torch.cat([module.forward(row) for row in args[0].split(1)])
-
-    def modulate(module: torch.nn.Module, args: tuple[torch.Tensor], _: object) -> tuple[torch.Tensor, ...]:
+    def by_row(module: torch.nn.Module, args: tuple[torch.Tensor], output: object) -> object:
         rows = [module.forward(row) for row in args[0].split(1)]
-        return tuple(torch.cat(values) for values in zip(*rows, strict=True))
+        if isinstance(rows[0], tuple):
+            return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+        return torch.cat(rows)
 
-    def finish(module: torch.nn.Module, args: tuple[torch.Tensor, ...], _: object) -> torch.Tensor:
-        hidden, temb, which = args
-        # All rows once for each timestep, of which every row takes its own.
-        each = torch.cat([module.forward(hidden, row, torch.zeros_like(which)) for row in temb.split(1)])
-        return each[which, torch.arange(len(which))].unsqueeze(0)
+    def output_norm(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: object) -> object:
+        hidden, temb, indices = args
+        linear = module.linear
+        rows = [linear(functional.silu(row).to(linear.weight.dtype)) for row in temb.split(1)]
+        shift, scale = torch.cat(rows).chunk(2, dim=-1)
+        return module.norm(hidden) * (1.0 + scale.index_select(0, indices)) + shift.index_select(0, indices)
 
     def run(model: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in paths}
-        kinds = {"adaln_proj": modulate, "norm_out": finish}
-        hooks = [
-            module.register_forward_hook(kinds.get(name.rpartition(".")[2], embed))
-            for name, module in found.items()
-        ]
-        assert {name.rpartition(".")[2] for name in found} == set(paths)
+        path = [model.time_proj, model.time_embedder, *(b.adaln_proj for b in model.transformer_blocks)]
+        hooks = [module.register_forward_hook(by_row) for module in path]
+        hooks.append(model.norm_out.register_forward_hook(output_norm))
         try:
             with torch.no_grad():
                 outputs: tuple[torch.Tensor, ...] = model(**inputs, return_dict=False)

@@ -52,9 +52,9 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, engine: Path) -> Driver:
     made = Driver(engine)
-    module = ModuleType("h3compile.build")
+    module = ModuleType("h3compile.driver")
     vars(module).update(BuildConfig=BuildConfig, build=made.build)
-    monkeypatch.setitem(sys.modules, "h3compile.build", module)
+    monkeypatch.setitem(sys.modules, "h3compile.driver", module)
     monkeypatch.setattr("h3compile.lower.finalize", made.finalize)
     return made
 

@@ -21,7 +21,6 @@ from h3compile.pipeline.base import Rewrite
 from h3compile.pipeline.testing import Case, check_pass, weight_source
 from h3compile.program.program import Program
 from h3compile.program.region import Port, Region
-from h3compile.program.verifier import VerificationError
 from h3compile.targets import Target, find_target
 
 BEFORE = (Canonicalize(), Outline())
