@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from h3compile.backends.base import Backend
@@ -14,6 +16,18 @@ from h3compile.program.region import Region
 __all__ = ["BACKENDS", "select"]
 
 BACKENDS = ("eager", "inductor")
+
+
+@contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """Torch warns that a CUDA toolkit is there and no GPU: what a machine that only builds looks like."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Eager:
@@ -34,7 +48,8 @@ class _Inductor:
 
     def lower(self, region: Region, dims: Sequence[Dim], device: str, output: Path) -> None:
         # Here and not above: importing Inductor takes seconds that other commands should not pay.
-        from h3compile.backends.inductor import compile_region
+        with _without_warnings("torch.utils.cpp_extension"):
+            from h3compile.backends.inductor import compile_region
 
         module = propagate(region, dims, device).module()
         compile_region(module, device=device, output=output, largest={dim.name: dim.largest for dim in dims})

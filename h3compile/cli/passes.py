@@ -21,7 +21,7 @@ def passes(
         str | None, typer.Argument(metavar="NAME", help="Show everything about one pass.")
     ] = None,
 ) -> None:
-    """List the passes.
+    """List the passes, in the order in which they run.
 
     What each does, how it may change numbers, and what it needs: exact passes keep every bit; rounding
     passes stay as close to float64 as the reference; lossy passes have a measured error. Options go in
@@ -32,13 +32,15 @@ def passes(
       h3compile passes fold-schedule
       h3compile build --passes "-fold-schedule" -o h3.h3e
     """
+    from h3compile.pipeline.manager import in_order
     from h3compile.pipeline.registry import Registry
 
     registry = Registry.default()
     if name is not None:
         stdout().print(facts(_all(registry.get(name))))
         return
-    rows = [_row(registry.get(known)) for known in registry.names()]
+    kinds = {known: registry.get(known) for known in registry.names()}
+    rows = [_row(kinds[known]) for known in in_order(list(kinds.values()))]
     stdout().print(table("", ("pass", "tier", "default", "does", "options", "order"), rows))
 
 

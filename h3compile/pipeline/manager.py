@@ -18,7 +18,7 @@ from h3compile.program.serialize import region_to_json
 from h3compile.program.verifier import VerificationError, verify
 from h3compile.targets import Target
 
-__all__ = ["Manager", "PassRun", "order"]
+__all__ = ["Manager", "PassRun", "in_order", "order"]
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,29 @@ def order(passes: Sequence[Pass]) -> list[Pass]:
     if len(known) != len(passes):
         twice = next(name for name, n in Counter(p.name for p in passes).items() if n > 1)
         raise BuildError(f"pass {twice!r} is there twice", "name it once")
+    # By name, so that errors do not depend on how the passes were typed either.
+    for name, item in sorted(known.items()):
+        missing = [needed for needed in item.requires if needed not in known]
+        if missing:
+            raise BuildError(f"pass {name!r} needs {missing[0]!r}", f"add {missing[0]}, or take out {name}")
+        excluded = [other for other in item.conflicts if other in known]
+        if excluded:
+            raise BuildError(
+                f"passes {name!r} and {excluded[0]!r} exclude each other", "take one of them out"
+            )
+    return [known[name] for name in in_order([type(item) for item in passes])]
+
+
+def in_order(kinds: Sequence[type[Pass]]) -> list[str]:
+    """The names of passes, each after those it requires or follows; `BuildError` when that is impossible."""
     graph: nx.DiGraph[str] = nx.DiGraph()
-    graph.add_nodes_from(known)
-    for item in sorted(
-        passes, key=lambda item: item.name
-    ):  # so that errors do not depend on the order either
-        for needed in item.requires:
-            if needed not in known:
-                raise BuildError(
-                    f"pass {item.name!r} needs {needed!r}", f"add {needed}, or take out {item.name}"
-                )
-            graph.add_edge(needed, item.name)
-        for other in item.after:
-            if other in known:
-                graph.add_edge(other, item.name)
-        for other in item.conflicts:
-            if other in known:
-                raise BuildError(
-                    f"passes {item.name!r} and {other!r} exclude each other", "take one of them out"
-                )
+    graph.add_nodes_from(sorted(kind.name for kind in kinds))
+    for kind in sorted(kinds, key=lambda kind: kind.name):
+        graph.add_edges_from(
+            (before, kind.name) for before in (*kind.requires, *kind.after) if before in graph
+        )
     try:
-        return [known[name] for name in nx.lexicographical_topological_sort(graph)]
+        return list(nx.lexicographical_topological_sort(graph))
     except nx.NetworkXUnfeasible as error:
         cycle = " -> ".join(source for source, _ in nx.find_cycle(graph))
         raise BuildError(
@@ -75,7 +77,7 @@ def order(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _content(program: Program) -> tuple[object, ...]:
-    """What a pass could edit in place: graphs, and the tables that are mappings."""
+    """What a pass could edit in place: graphs, and the table of weights."""
     graphs = {name: region_to_json(region) for name, region in program.regions.items()}
     return graphs, dict(program.weights)
 

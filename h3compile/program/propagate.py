@@ -21,6 +21,12 @@ from h3compile.program.retarget import retarget
 __all__ = ["DimSpecialized", "fake_inputs", "port_of", "propagate"]
 
 
+aten = torch.ops.aten
+
+# Products whose fake implementations take operands of several dtypes; their kernels do not.
+_OF_ONE_DTYPE = frozenset({aten.addmm.default, aten.linear.default, aten.matmul.default, aten.mm.default})
+
+
 class DimSpecialized(Exception):
     """An operator would only work for some values of a dimension that must stay free."""
 
@@ -92,6 +98,12 @@ def _named(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
+def _check_dtypes(node: fx.Node, args: Iterable[object]) -> None:
+    dtypes = dict.fromkeys(value.dtype for value in args if isinstance(value, torch.Tensor))
+    if node.target in _OF_ONE_DTYPE and len(dtypes) > 1:
+        raise TypeError(f"{node.name} ({node.target}) multiplies {' and '.join(map(str, dtypes))}")
+
+
 def port_of(name: str, value: torch.Tensor, names: Mapping[str, str]) -> Port:
     """The port that describes a fake tensor; ``names`` maps shape symbols to dimension names."""
     return Port(name, value.dtype, tuple(_spell(size, names) for size in value.shape))
@@ -125,6 +137,7 @@ def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Regio
             elif node.op == "call_function":
                 args = fx.node.map_arg(node.args, values.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+                _check_dtypes(node, args)
                 values[node] = node.target(*args, **kwargs)
                 symbols.check(f"{node.name} ({node.target})")
             else:

@@ -239,7 +239,8 @@ class CompiledTransformer(torch.nn.Module):
     def to(self, *args: object, **kwargs: object) -> CompiledTransformer:
         """This module, for its own device and dtype; `H3CompileError` for another."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[call-overload]
-        if device is not None and with_index(device) != self.device:
+        # Types first: asking for the current CUDA device fails where there is none.
+        if device is not None and (device.type != self.device.type or with_index(device) != self.device):
             raise H3CompileError(
                 f"an engine stays on the device it was loaded on, {self.device}",
                 f"load it there: h3compile.load(path, device={str(device)!r})",

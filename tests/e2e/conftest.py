@@ -67,7 +67,7 @@ def modules(engines: Engines) -> Modules:
 
 @pytest.fixture(scope="session")
 def child() -> Child:
-    """A function that runs Python source in a new process, which must succeed, and returns what it printed."""
+    """A function that runs Python source in a new process, which has to succeed."""
 
     def run(source: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -85,7 +85,7 @@ def child() -> Child:
 
 @pytest.fixture(scope="session")
 def configuration(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function from changes to the release's configuration to a checkpoint folder with nothing else in it."""
+    """A function from changes to the release's configuration to a checkpoint of that alone."""
 
     def write(**changes: object) -> Path:
         root = tmp_path_factory.mktemp("configuration")

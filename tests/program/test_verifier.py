@@ -87,7 +87,7 @@ def ports(**changed: object) -> Edit:
         (retarget("silu_default", aten.relu_.default), "relu_.default changes its operands"),
         (retarget("silu_default", aten.rand_like.default), "rand_like.default draws random numbers"),
         (retarget("silu_default", aten.empty_like.default), "leaves its memory as it was"),
-        (arguments("silu_default", "mod_weight"), r"region block does not propagate|block/.*|reads"),
+        (arguments("linear_default", "silu_default", "index"), "region block does not propagate"),
         (arguments("linear_default", "silu_default", "hidden"), "does not propagate|fixes the length"),
         (arguments("mul_tensor", "context", 1j), "is not a graph constant"),
         (arguments("silu_default", "add_tensor"), "region block does not lint"),
