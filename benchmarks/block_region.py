@@ -226,7 +226,7 @@ def freed() -> dict[str, float]:
             "cold_gib": cold / gib}  # fmt: skip
 
 
-def stages(final, folders: Mapping[str, Path]) -> dict[str, float]:  # type: ignore[no-untyped-def]
+def stage_times(final, folders: Mapping[str, Path]) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """Milliseconds that `hoist` and `fold-schedule` take out of every step at 37,760 rows, 50 of text."""
     from h3compile.program.dims import evaluate_dim
     from h3compile.runtime.artifact import load_artifact
@@ -341,7 +341,7 @@ def main() -> None:
         print(done.stderr[-3000:], flush=True)
         result["load"] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
         print(result["load"], flush=True)
-        result["stage_ms"] = stages(final, folders)
+        result["stage_ms"] = stage_times(final, folders)
         print(result["stage_ms"], flush=True)
         compare(region, folders["block"], block, options.rows, result)
         for file in folders["block"].glob("region.*"):

@@ -19,11 +19,12 @@ Inputs = dict[str, torch.Tensor]
 Outputs = tuple[torch.Tensor, ...]
 Modules = Callable[[torch.dtype, str, str], CompiledTransformer]
 
-# Everything by which this process could start another one, a compiler included, is counted from the first
-# line on. Prints a JSON record of every generation.
+# Everything by which this process could start another one, a compiler included, is counted before the
+# engine is loaded. Prints a JSON record of every generation.
 GENERATE = """
 import json, sys
 from pathlib import Path
+import torch  # which looks for CUDA libraries by starting ldconfig
 started = []
 def audit(event, arguments):
     if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"):

@@ -16,7 +16,6 @@ from h3compile.pipeline.base import Match, Pass, Rewrite, Tier
 from h3compile.pipeline.manager import Manager
 from h3compile.program.peel import peel
 from h3compile.program.program import Level, Program
-from h3compile.program.region import Port
 from h3compile.program.stages import Stage
 from h3compile.program.verifier import VerificationError
 from h3compile.program.weights import Load
@@ -268,7 +267,7 @@ def test_weights_edited_in_place(toy: Program) -> None:
 
 
 def test_a_program_that_is_broken_before_any_pass(toy: Program) -> None:
-    with pytest.raises(VerificationError, match="^the program is broken"):
+    with pytest.raises(VerificationError, match=r"^the program is broken"):
         Manager([]).run(toy.evolve(calls=toy.calls[:-1]), CPU)
 
 
@@ -302,7 +301,7 @@ def test_the_right_number_of_matches(toy: Program) -> None:
 def test_nothing_matched(toy: Program) -> None:
     item = planted(unchanged, ())
     with pytest.raises(
-        BuildError, match="^pass 'plant' matched nothing: take it out, or allow it with --allow"
+        BuildError, match=r"^pass 'plant' matched nothing: take it out, or allow it with --allow"
     ):
         Manager([item]).run(toy, CPU)
     with pytest.raises(BuildError, match="matched nothing"):

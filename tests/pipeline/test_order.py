@@ -59,7 +59,7 @@ def pipelines(draw: st.DrawFn) -> list[Pass]:
             make(
                 letter,
                 requires=tuple(draw(earlier)),
-                after=tuple([*draw(earlier), *draw(absent)]),
+                after=(*draw(earlier), *draw(absent)),
                 conflicts=tuple(draw(absent)),
             )
         )
