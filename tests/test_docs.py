@@ -147,16 +147,11 @@ def test_an_example_runs(
 
 
 @pytest.mark.slow
-def test_the_plugin_installs_builds_and_passes_its_tests(workplace: Path, tmp_path: Path) -> None:
+def test_the_plugin_installs_and_passes_its_tests(tmp_path: Path) -> None:
     package = shutil.copytree(PLUGIN, tmp_path / "plugin")  # building leaves files behind
     site = tmp_path / "site"
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--target")
     run("-m", "pip", "install", "-q", *options, site, package)
-    model = ("--model", workplace / "tiny-h3", "--backend", "eager", "--target", "cpu", "--steps", "4")
-    command = "import sys; from h3compile.cli.main import main; sys.exit(main())"
-    output = ("--passes", "drop-unit-mul", "-o", tmp_path / "plugged.h3e")
-    run("-c", command, "build", *model, *output, PYTHONPATH=str(site))
-    assert '"drop-unit-mul"' in (tmp_path / "plugged.h3e" / "engine.json").read_text("utf-8")
     settings = ("-q", "-p", "no:logging", "--import-mode=importlib", "--rootdir", tmp_path, "-c", os.devnull)
     run("-m", "pytest", *settings, package / "tests", PYTHONPATH=str(site))
 

@@ -1,4 +1,7 @@
-"""`drop-unit-mul` on a small H3: its tier, its count, and what it must leave alone."""
+"""`drop-unit-mul` on a small H3: its tier, its count, and what it must leave alone.
+
+Run them with the package installed: pip install . && pytest
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from h3compile.models.h3 import RELEASE_CONFIG
 from h3compile.models.tiny import TRANSFORMER_CONFIG
 from h3compile.models.trace import trace
 from h3compile.passes.canonicalize import Canonicalize
-from h3compile.passes.fold_schedule import FoldSchedule
-from h3compile.passes.hoist import Hoist
 from h3compile.passes.outline import Outline
 from h3compile.pipeline.base import Rewrite
+from h3compile.pipeline.registry import Registry
+from h3compile.pipeline.spelling import resolve
 from h3compile.pipeline.testing import Case, check_pass, weight_source
 from h3compile.program.program import Program
 from h3compile.program.region import Port, Region
 from h3compile.targets import Target, find_target
 
 BEFORE = (Canonicalize(), Outline())
-CONFIG = {**RELEASE_CONFIG, **TRANSFORMER_CONFIG, "num_layers": 2}
+CONFIG = {**RELEASE_CONFIG, **TRANSFORMER_CONFIG, "num_layers": 2, "num_refiner_layers": 1}
 
 
 def request(text: int, audio: int, video: int, timesteps: tuple[float, ...]) -> dict[str, torch.Tensor]:
@@ -62,8 +65,10 @@ def test_exact_and_counted(case: Case) -> None:
     assert found.run.ops_before - found.run.ops_after == {"aten.mul.Tensor": 1}
 
 
-def test_exact_beside_all_default_passes(case: Case) -> None:
-    check_pass(DropUnitMul(), case, after=(*BEFORE, Hoist(), FoldSchedule()))
+def test_exact_when_asked_for_by_name_beside_the_default_passes(case: Case) -> None:
+    chosen, _ = resolve("drop-unit-mul", Registry.default())
+    assert DropUnitMul() in chosen
+    check_pass(DropUnitMul(), case, after=[item for item in chosen if item != DropUnitMul()])
 
 
 @dataclass(frozen=True)
