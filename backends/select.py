@@ -48,11 +48,12 @@ class _Inductor:
 
     def lower(self, region: Region, dims: Sequence[Dim], device: str, output: Path) -> None:
         # Here and not above: importing Inductor takes seconds that other commands should not pay.
-        with _without_warnings("torch.utils.cpp_extension"):
-            from h3compile.backends.inductor import compile_region
+        from h3compile.backends.inductor import compile_region
 
         module = propagate(region, dims, device).module()
-        compile_region(module, device=device, output=output, largest={dim.name: dim.largest for dim in dims})
+        largest = {dim.name: dim.largest for dim in dims}
+        with _without_warnings("torch.utils.cpp_extension"):
+            compile_region(module, device=device, output=output, largest=largest)
 
 
 def select(name: str) -> Backend:

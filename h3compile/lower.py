@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,15 +47,30 @@ def lower(
 ) -> Lowered:
     """Lower ``regions`` one by one and add their artifacts to the engine being written."""
     artifacts: dict[str, ArtifactRecord] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with _scratch() as scratch:
         for region in regions:
-            folder = Path(scratch) / region.name
+            folder = scratch / region.name
             backend.lower(region, dims, target.kind, folder)
             path = f"regions/{region.name}.{backend.name}"
             writer.add_folder(path, folder)
             artifacts[region.name] = ArtifactRecord(backend=backend.name, target=target.name, path=path)
             progress.advance()
     return Lowered(artifacts, ())
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that is gone afterwards, with what compilers put there: an interrupted one leaves its files."""
+    with tempfile.TemporaryDirectory(prefix="h3compile-", ignore_cleanup_errors=True) as name:
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = name
+        try:
+            yield Path(name)
+        finally:
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
 
 
 def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFolder:

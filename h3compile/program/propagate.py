@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -117,6 +117,48 @@ def fake_inputs(
     return [symbols.fake(port, torch.device(device)) for port in region.placeholders], symbols
 
 
+class _Memo:
+    """Results by operator and types of operands: fifty equal blocks cost what one does.
+
+    Operators of a program are pure, so operands of equal type give a result of equal type; one fake
+    tensor then stands for all of a type.
+    """
+
+    def __init__(self) -> None:
+        self._types: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, Any] = {}
+
+    def shared(self, value: Any) -> Any:
+        """The one that stands for all values of this type; tuples and lengths are kept as they are."""
+        if isinstance(value, torch.Tensor):
+            layout = (str(value.shape), str(value.stride()), str(value.storage_offset()))
+            return self._types.setdefault((value.dtype, value.device, *layout), value)
+        if isinstance(value, list | tuple):
+            return type(value)(self.shared(item) for item in value)
+        return value
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The result of ``node`` on shared operands, and whether the operator had to run for it."""
+        key = (node.target, _hashable(args), _hashable(kwargs))
+        if key in self._results:
+            return self._results[key], False
+        assert callable(node.target)
+        self._results[key] = self.shared(node.target(*args, **kwargs))
+        return self._results[key], True
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return id(value)  # shared values live as long as the memo
+    if isinstance(value, torch.SymInt):
+        return f"{value} rows"
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    return type(value), value
+
+
 def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Region:
     """``region`` with fresh fake values at every node, and its output ports as they come out.
 
@@ -127,26 +169,28 @@ def propagate(region: Region, dims: Iterable[Dim], device: str = "cpu") -> Regio
     inputs, symbols = fake_inputs(region, dims, device)
     graph = retarget(region.graph, device)
     values: dict[fx.Node, Any] = {}  # tensors, lengths and tuples of tensors
-    feed = iter(inputs)
+    memo, feed = _Memo(), iter(inputs)
     outputs: tuple[Port, ...] = ()
     # The Python dispatcher: without it composite operators read symbolic sizes as numbers in torch 2.11.
     with symbols.mode, enable_python_dispatcher():
         for node in graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(feed)
+                node.meta["val"] = next(feed)  # its own: a compiler must not take two inputs for one
+                values[node] = memo.shared(node.meta["val"])
             elif node.op == "call_function":
                 args = fx.node.map_arg(node.args, values.__getitem__)
                 kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
                 _check_dtypes(node, args)
-                values[node] = node.target(*args, **kwargs)
-                symbols.check(f"{node.name} ({node.target})")
+                node.meta["val"], ran = memo.call(node, args, kwargs)
+                values[node] = node.meta["val"]
+                if ran:
+                    symbols.check(f"{node.name} ({node.target})")
             else:
                 outputs = tuple(
                     port_of(port.name, values[source], symbols.names)
                     for port, source in zip(region.outputs, node.args[0], strict=True)
                 )
                 continue
-            node.meta["val"] = values[node]
             if isinstance(values[node], torch.Tensor):
                 node.meta["port"] = port_of(node.name, values[node], symbols.names)
     return Region(region.name, graph, region.inputs, region.weights, outputs)

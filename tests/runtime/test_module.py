@@ -294,6 +294,7 @@ def test_its_own_device_and_dtype_are_fine(module: CompiledTransformer) -> None:
     ("move", "line"),
     [
         (lambda m: m.to("meta"), r"stays on the device it was loaded on, cpu: .*load\(path, device='meta'\)"),
+        (lambda m: m.cuda(), r"stays on the device it was loaded on, cpu"),
         (lambda m: m.to(torch.bfloat16), "keeps the dtype it was built in, float32"),
         (lambda m: m.to("cpu", torch.bfloat16), "keeps the dtype"),
         (lambda m: m.half(), "an engine cannot be converted"),
