@@ -140,14 +140,13 @@ class _Build:
         # Names and options are resolved first: a typing error must not cost a minute of tracing.
         self.target: Target = resolve_target(config.target)
         self.backend: Backend = select(config.backend)
-        chosen, typed = resolve(config.passes, Registry.default())
+        chosen, _ = resolve(config.passes, Registry.default())
         instruments = [Report(progress)]
         self.manager = Manager(
             chosen,
             instruments=[*instruments, Dump(config.dump)] if config.dump else instruments,
             allow_unmatched=config.allow,
         )
-        del typed
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
 

@@ -60,7 +60,7 @@ def lower(
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder that is gone afterwards, with what compilers put there: an interrupted one leaves its files."""
+    """A folder that is gone afterwards, with the temporary files that an interrupted compiler leaves."""
     with tempfile.TemporaryDirectory(prefix="h3compile-", ignore_cleanup_errors=True) as name:
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = name
@@ -73,17 +73,19 @@ def _scratch() -> Iterator[Path]:
                 os.environ["TMPDIR"] = before
 
 
-def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFolder:
+def finalize(path: Path | str, *, again: bool = False, progress: Progress | None = None) -> EngineFolder:
     """Do the last lowering of an engine that was built where its target was not, in place and atomically.
 
-    An engine that has nothing pending is returned as it is. Raises `EngineError` when the target is not in
-    this machine either.
+    With ``again`` what is lowered already is lowered anew, for this machine's torch and CPU. An engine that
+    has nothing to lower is returned as it is. Raises `EngineError` when the target is not in this machine.
     """
     progress = progress or Silent()
     path = Path(path)
     engine = open_engine(path)
     manifest = engine.manifest
-    if not manifest.pending:
+    old = {record.name: record.artifact for record in manifest.regions if record.artifact} if again else {}
+    names = (*manifest.pending, *(name for name in old if name not in manifest.pending))
+    if not names:
         progress.note("nothing is pending: the engine is complete")
         return engine
     target = find_target(manifest.target)
@@ -93,10 +95,12 @@ def finalize(path: Path | str, *, progress: Progress | None = None) -> EngineFol
             f"run this on a machine with {target.name}",
         )
     records = {record.name: record for record in manifest.regions}
-    regions = [region_from_json(engine.read_text(records[name].graph)) for name in manifest.pending]
+    regions = [region_from_json(engine.read_text(records[name].graph)) for name in names]
     progress.phase("lower", len(regions))
     with EngineWriter(path, overwrite=True) as writer:
-        writer.adopt(path, manifest.files)
+        stale = tuple(f"{artifact.path}/" for artifact in old.values())
+        kept = {name: record for name, record in manifest.files.items() if not name.startswith(stale)}
+        writer.adopt(path, kept)
         lowered = lower(regions, dims_of(manifest), select(manifest.backend), target, writer, progress)
         finished = tuple(
             record.model_copy(update={"artifact": lowered.artifacts.get(record.name, record.artifact)})

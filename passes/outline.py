@@ -100,8 +100,7 @@ class _Outliner:
                 twins.append(isomorphism(found[0], instance))
             except NotIsomorphic as difference:
                 raise BuildError(
-                    f"{repeat.path}.{i} is not the same computation as {repeat.path}.0 ({difference})",
-                    "take out outline with --passes -outline",
+                    f"{repeat.path}.{i} is not the same computation as {repeat.path}.0 ({difference})"
                 ) from difference
         used: dict[fx.Node, None] = {}
         for node in found[0]:

@@ -17,6 +17,10 @@ def finalize(
     engine: Annotated[
         Path, typer.Argument(metavar="ENGINE", help="The engine that was built on another machine.")
     ],
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Lower anew what is lowered already, for this machine's torch and CPU."),
+    ] = False,
 ) -> None:
     """Lower what a build for an absent device left over.
 
@@ -30,7 +34,7 @@ def finalize(
     from h3compile.lower import finalize as finish
 
     with shown() as progress:
-        done = finish(engine, progress=progress)
+        done = finish(engine, again=again, progress=progress)
     stdout().print(
         facts([("engine", str(done.path)), ("digest", done.digest), ("target", done.manifest.target)])
     )

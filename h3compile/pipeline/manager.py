@@ -113,7 +113,7 @@ class Manager:
                 instrument.before(number, item, program)
             held = _content(program)
             start = time.perf_counter()
-            rewrite = item.apply(program, target)
+            rewrite = self._apply(item, program, target)
             seconds = time.perf_counter() - start
             if _content(program) != held:
                 raise VerificationError(f"pass {item.name!r} edited the program it was given")
@@ -134,6 +134,22 @@ class Manager:
                 instrument.after(number, item, after)
             program = after
         return program, tuple(runs)
+
+    def _apply(self, item: Pass, program: Program, target: Target) -> Rewrite:
+        try:
+            return item.apply(program, target)
+        except BuildError as error:
+            if error.mend:
+                raise
+            raise BuildError(f"pass {item.name!r}: {error.cause}", self._without(item)) from error
+
+    def _without(self, item: Pass) -> str:
+        """How to build without a pass: those that need it have to go too."""
+        gone = [item.name]
+        for later in self.passes:
+            if any(needed in gone for needed in later.requires):
+                gone.append(later.name)
+        return f"report this, or build with --passes {','.join(f'-{name}' for name in gone)}"
 
     def _checked(self, item: Pass, before: Program, rewrite: Rewrite) -> Program:
         level = before.level if item.level is None else item.level
@@ -158,7 +174,7 @@ class Manager:
             if counts.get(kind, 0) != expected:
                 raise BuildError(
                     f"pass {item.name!r} matched {counts.get(kind, 0)} {kind}, this model has {expected}",
-                    f"report this, or build with --passes -{item.name}",
+                    self._without(item),
                 )
         if not counts and item.name not in self._allow_unmatched:
             raise BuildError(

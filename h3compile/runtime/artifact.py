@@ -29,6 +29,8 @@ from h3compile.runtime.kernels import Kernel, load_cubin, load_library
 
 __all__ = ["RegionFunction", "load_artifact"]
 
+_MEND = "run `h3compile finalize --again` on this machine"
+
 RegionFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
@@ -37,7 +39,7 @@ def _check_machine(info: ArtifactInfo, device: torch.device, path: Path) -> None
         if wanted != found:
             raise EngineError(
                 f"region {path.name} was compiled for {what} {wanted} and this is {found}",
-                "finalize the engine on this machine",
+                _MEND,
             )
 
     if info.format != FORMAT:
@@ -53,7 +55,7 @@ def _check_machine(info: ArtifactInfo, device: torch.device, path: Path) -> None
         if missing:
             raise EngineError(
                 f"region {path.name} uses CPU instructions this machine lacks ({', '.join(missing)})",
-                "finalize the engine on this machine, or build it with the portable option",
+                _MEND,
             )
 
 

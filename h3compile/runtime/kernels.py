@@ -49,7 +49,7 @@ def load_library(path: Path) -> Callable[..., None]:
             loader.exec_module(module)
         except ImportError as error:
             raise EngineError(
-                f"{path.name} cannot be loaded ({error})", "finalize the engine here"
+                f"{path.name} cannot be loaded ({error})", "run `h3compile finalize --again` on this machine"
             ) from error
         finally:
             if before is None:
@@ -92,7 +92,9 @@ def load_cubin(
             # (function, registers, spills), since torch 2.13 after the module that owns the function.
             function = driver._load_kernel(str(path), entry, shared, device.index)[-3]
     except RuntimeError as error:
-        raise EngineError(f"{path.name} cannot be loaded ({error})", "finalize the engine here") from error
+        raise EngineError(
+            f"{path.name} cannot be loaded ({error})", "run `h3compile finalize --again` on this machine"
+        ) from error
     tail = ", ".join([*passed, *["None"] * null_arguments])
     arguments = f"({tail},)" if tail else "()"
     types = argument_types + "O" * null_arguments

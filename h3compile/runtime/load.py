@@ -39,6 +39,10 @@ def load(
     Raises `EngineError` when the engine is damaged, unfinished, without weights or made for another
     device, `H3CompileError` when the device is absent or too small.
     """
+    if expect is not None and not verify:
+        raise H3CompileError(
+            "an expected digest vouches for nothing when the files are not verified", "leave verify=True"
+        )
     folder = open_engine(Path(path), expect=expect, verify=verify)
     manifest = folder.manifest
     if manifest.pending:

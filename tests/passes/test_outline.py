@@ -83,7 +83,7 @@ def test_a_block_with_another_constant_is_not_outlined(case: Case) -> None:
 
 def test_a_block_with_another_operator_is_not_outlined(case: Case) -> None:
     def edit(graph: torch.fx.Graph) -> None:
-        silu = _node(graph, "transformer_blocks.3.ff.net.0", torch.ops.aten.silu.default)
+        silu = _node(graph, "transformer_blocks.3.ff.net.0.activation", torch.ops.aten.silu.default)
         silu.target = torch.ops.aten.relu.default
 
     with pytest.raises(

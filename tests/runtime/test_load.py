@@ -153,3 +153,8 @@ def test_a_gpu_without_the_memory_is_refused_before_allocating(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     with pytest.raises(H3CompileError, match=r"the engine needs .* GiB on cuda:0, which has 0.00 GiB free"):
         load(path)
+
+
+def test_a_digest_is_not_expected_of_files_that_nobody_checks(kit, tmp_path: Path) -> None:
+    with pytest.raises(H3CompileError, match="vouches for nothing when the files are not verified"):
+        load(tmp_path / "a.h3e", expect="0" * 64, verify=False)

@@ -1,0 +1,76 @@
+"""Finalizing: what one machine left over, another one completes, as often as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import h3compile
+from h3compile.engine.loader import open_engine
+from h3compile.errors import EngineError
+from h3compile.lower import finalize
+from h3compile.pipeline.testing import distance
+
+
+class Notes:
+    """A `Progress` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def phase(self, name: str, total: int | None) -> None: ...
+
+    def advance(self, count: int = 1) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_an_engine_for_an_absent_gpu_waits_for_it(
+    checkpoints: Callable[[torch.dtype], Path], tmp_path: Path
+) -> None:
+    told = Notes()
+    path = tmp_path / "b300.h3e"
+    engine = h3compile.build(
+        str(checkpoints(torch.bfloat16)), target="b300", steps=(4,), output=path, progress=told
+    )
+    assert set(engine.manifest.pending) == {"request", "refiner", "request_2", "embed", "block", "head"}
+    assert told.notes == ["b300 is not in this machine: run `h3compile finalize` where it is"]
+    with pytest.raises(EngineError, match=r"is not finished: .* run `h3compile finalize .*` on a machine"):
+        h3compile.load(path)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(EngineError, match="is for b300, which is not in this machine: run this on a machine"):
+        finalize(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert open_engine(path).digest == engine.digest
+
+
+@pytest.mark.slow
+def test_finalize_lowers_what_is_pending_and_again_what_is_lowered(
+    checkpoints: Callable[[torch.dtype], Path],
+    packed: Callable[..., dict[str, torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "cpu.h3e"
+    with monkeypatch.context() as patch:
+        patch.setattr("h3compile.driver.present", lambda target: False)
+        built = h3compile.build(str(checkpoints(torch.float32)), target="cpu", steps=(4,), output=path)
+    finished = finalize(path)
+    assert finished.manifest.pending == () and finished.digest != built.digest
+    assert {r.name for r in finished.manifest.regions if r.artifact} == set(built.manifest.pending)
+    inputs = packed("t2va", text=7, video=33, audio=6, dtype=torch.float32)
+    first = h3compile.load(path, device="cpu")(**inputs, return_dict=False)
+
+    told = Notes()
+    assert finalize(path, progress=told).digest == finished.digest
+    assert told.notes == ["nothing is pending: the engine is complete"]
+
+    again = finalize(path, again=True)
+    assert [r.artifact for r in again.manifest.regions] == [r.artifact for r in finished.manifest.regions]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cpu.h3e"]
+    for one, other in zip(first, h3compile.load(path, device="cpu")(**inputs), strict=True):
+        assert distance(one, other) < 1e-6
