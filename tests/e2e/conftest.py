@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -31,22 +32,26 @@ Child = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="session")
 def engines(checkpoints: Callable[[torch.dtype], Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """A function from dtype and kind to an engine with both partitions of the tiny checkpoint."""
-    built: dict[tuple[torch.dtype, str], Path] = {}
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # all workers' own: whoever needs an engine first builds it
 
     def of(dtype: torch.dtype, kind: str) -> Path:
-        if (dtype, kind) not in built:
-            backend, passes = KINDS[kind]
-            folder = h3compile.build(
-                str(checkpoints(dtype)),
-                passes=passes,
-                target="cpu",
-                backend=backend,
-                steps=(4,),
-                partitions=tuple(PARTITIONS),
-                output=tmp_path_factory.mktemp("engine") / f"{kind}.h3e",
-            )
-            built[dtype, kind] = folder.path
-        return built[dtype, kind]
+        path = folder / f"{str(dtype).removeprefix('torch.')}-{kind}.h3e"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                backend, passes = KINDS[kind]
+                h3compile.build(
+                    str(checkpoints(dtype)),
+                    passes=passes,
+                    target="cpu",
+                    backend=backend,
+                    steps=(4,),
+                    partitions=tuple(PARTITIONS),
+                    output=path,
+                )
+        return path
 
     return of
 
