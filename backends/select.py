@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from h3compile.backends.base import Backend
 from h3compile.errors import BuildError, nearest
 from h3compile.program.facts import Dim
+from h3compile.program.logs import silenced
 from h3compile.program.propagate import propagate
 from h3compile.program.region import Region
 
 __all__ = ["BACKENDS", "select"]
 
 BACKENDS = ("eager", "inductor")
-
-
-@contextmanager
-def _without_warnings(name: str) -> Iterator[None]:
-    """Torch warns that a CUDA toolkit is there and no GPU: what a machine that only builds looks like."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Eager:
@@ -52,7 +39,8 @@ class _Inductor:
 
         module = propagate(region, dims, device).module()
         largest = {dim.name: dim.largest for dim in dims}
-        with _without_warnings("torch.utils.cpp_extension"):
+        # It warns of a CUDA toolkit without a GPU: what a machine that only builds looks like.
+        with silenced("torch.utils.cpp_extension"):
             compile_region(module, device=device, output=output, largest=largest)
 
 

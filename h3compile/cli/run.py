@@ -67,6 +67,9 @@ def run(
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cuda, cuda:1 or cpu.  [default: the engine's]")
     ] = None,
+    lossless: Annotated[
+        bool, typer.Option("--lossless", help="Keep every pixel and sample, to compare two clips.")
+    ] = False,
     expect: Annotated[
         str | None,
         typer.Option(
@@ -135,7 +138,7 @@ def run(
                 raise KeyboardInterrupt
         generated = time.monotonic()
         progress.phase("write the MP4", None)
-        write_mp4(output, clip)
+        write_mp4(output, clip, lossless=lossless)
     stdout().print(
         facts(
             [

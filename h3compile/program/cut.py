@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,20 +86,31 @@ def cut(
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in (*inputs, *slots):
-        label = weights[node].name.replace(".", "_") if node in weights else node.name
+        label = weights[node].name.replace(".", "_") if node in weights else _base(node.name)
         mapping[node] = graph.placeholder(label)
         mapping[node].meta = dict(node.meta)
     for node in nodes:
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapping.__getitem__)
+        clone = graph.create_node(node.op, node.target, args, kwargs, name=_base(node.name))
+        clone.meta = dict(node.meta)
+        mapping[node] = clone
     graph.output(tuple(mapping[node] for node in outputs))
     region = Region(
         name,
         graph,
-        tuple(_port(node) for node in inputs),
+        tuple(_port(mapping[node]) for node in inputs),
         tuple(weights[node] for node in slots),
-        tuple(_port(node) for node in outputs),
+        tuple(_port(mapping[node]) for node in outputs),
     )
     return Piece(region, inputs, slots, tuple(outputs))
+
+
+def _base(name: str) -> str:
+    """A node's name without the number that kept it apart in the graph it comes from.
+
+    Counted anew in its region, so that the region is the same text whatever the depth of the model.
+    """
+    return re.sub(r"(?<=\D)_\d+$", "", name)
 
 
 def _port(node: fx.Node) -> Port:

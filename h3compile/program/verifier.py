@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from h3compile.errors import BuildError
 from h3compile.program.analysis import execution_stages
+from h3compile.program.logs import silenced
 from h3compile.program.opset import illegal
 from h3compile.program.program import Program
 from h3compile.program.propagate import DimSpecialized, propagate
@@ -87,7 +88,8 @@ def _ports(region: Region) -> Iterator[str]:
 
 def _propagated(program: Program, region: Region, device: str) -> Region:
     try:
-        return propagate(region, program.facts.dims, device)
+        with silenced("torch._subclasses.fake_tensor"):
+            return propagate(region, program.facts.dims, device)
     except DimSpecialized as error:
         raise VerificationError(f"the program is broken: region {region.name}: {error}") from error
     except Exception as error:
