@@ -49,8 +49,10 @@ def mark(program: Program) -> Marks:
                 changed = True
             stages = nodes[call.region]
             for value, source in zip(call.outputs, returned(region.graph), strict=True):
-                if values.get(value) is not stages[source.name]:
-                    values[value] = stages[source.name]
+                # Joined, so that the walk ends also where a broken program defines a value twice.
+                stage = values.get(value, Stage.BUILD) | stages[source.name]
+                if values.get(value) is not stage:
+                    values[value] = stage
                     changed = True
     return Marks(nodes, values)
 

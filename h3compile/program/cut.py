@@ -88,6 +88,7 @@ def cut(
     for node in (*inputs, *slots):
         label = weights[node].name.replace(".", "_") if node in weights else _base(node.name)
         mapping[node] = graph.placeholder(label)
+        mapping[node].target = mapping[node].name  # where the graph has made it unique
         mapping[node].meta = dict(node.meta)
     for node in nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapping.__getitem__)

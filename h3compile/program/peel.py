@@ -108,6 +108,8 @@ class _Splitter:
         self.inputs = placeholders[: len(region.inputs)]
         self.slots = placeholders[len(region.inputs) :]
         self.returned = returned(region.graph)
+        self.values = {port.name for port in program.inputs}
+        self.values |= {value for call in program.calls for value in call.outputs}
         self.constant: Callable[[fx.Node], bool] = lambda node: marks[node.name] is Stage.BUILD
 
     def run(self) -> Program:
@@ -137,9 +139,10 @@ class _Splitter:
         before: list[list[Call]] = [[] for _ in self.own]
         if outputs := leaving(common, (each, rest)):
             piece = cut(f"{prefix}.common", common, outputs, ports)
-            for known in names:
-                for node in outputs:
-                    known.setdefault(node, f"{self.region.name}.{node.name}")
+            for node in outputs:
+                value = self._fresh(f"{self.region.name}.{node.name}")
+                for known in names:
+                    known.setdefault(node, value)
             regions[piece.region.name] = piece.region
             before[0].append(self._call(piece, 0, names))
         outputs = leaving(each, (common, rest))
@@ -148,7 +151,8 @@ class _Splitter:
             piece = cut(prefix, each, outputs, ports)
             for call, known in zip(self.own, names, strict=True):
                 for node in outputs:
-                    known.setdefault(node, f"{call.name}.{node.name}")
+                    if node not in known:
+                        known[node] = self._fresh(f"{call.name}.{node.name}")
             regions[prefix] = piece.region
             for i, pieces in enumerate(before):
                 pieces.append(self._call(piece, i, names))
@@ -158,6 +162,15 @@ class _Splitter:
         split = {call: (*before[i], self._call(remainder, i, names)) for i, call in enumerate(self.own)}
         calls = [piece for call in self.program.calls for piece in split.get(call, (call,))]
         return self.program.evolve(regions=regions, calls=tuple(calls))
+
+    def _fresh(self, name: str) -> str:
+        """``name``, or with a number where the program has it: nodes are counted anew in every region."""
+        unique, count = name, 1
+        while unique in self.values:
+            count += 1
+            unique = f"{name}_{count}"
+        self.values.add(unique)
+        return unique
 
     def _varying(self) -> set[fx.Node]:
         """The nodes that differ between the calls of the region."""
