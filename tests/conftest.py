@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def transformers_of(
         return loaded[dtype, partition]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def hears_interrupts() -> Callable[[], None]:
+    """For ``preexec_fn``: a child that Ctrl-C reaches, also where a background shell made us ignore it."""
+
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return listen
 
 
 @pytest.fixture(scope="session")

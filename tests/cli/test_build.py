@@ -44,7 +44,8 @@ class Driver:
         progress.phase("trace", None)
         return open_engine(self.engine)
 
-    def finalize(self, path: Path, *, progress: Progress) -> EngineFolder:
+    def finalize(self, path: Path, *, again: bool, progress: Progress) -> EngineFolder:
+        self.again = again
         progress.phase("lower", 1)
         return open_engine(path)
 
@@ -137,6 +138,9 @@ def test_finalize_ends_what_was_pending(h3compile, driver: Driver) -> None:  # t
     done = h3compile("finalize", driver.engine)
     assert done.exit_code == 0, done.stderr
     assert open_engine(driver.engine).digest in done.stdout
+    assert driver.again is False
+    assert h3compile("finalize", driver.engine, "--again").exit_code == 0
+    assert driver.again is True
 
 
 def test_the_options_are_fields_of_the_real_config() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,9 @@ def test_every_command_explains_itself_and_shows_examples(h3compile) -> None:  #
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_interrupts_and_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_interrupts_and_cleans_up(
+    tmp_path: Path, number: signal.Signals, hears_interrupts: Callable[[], None]
+) -> None:
     # A real command, with its slow part replaced: it holds a partial file while it sleeps.
     code = f"""
 import pathlib, time
@@ -126,7 +129,12 @@ def slow():
 doctor.all_checks = slow
 main.main()
 """
-    child = subprocess.Popen([sys.executable, "-c", code, "doctor"], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "doctor"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hears_interrupts,
+    )
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "partial").exists():

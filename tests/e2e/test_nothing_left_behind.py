@@ -59,7 +59,12 @@ def compilers_of(group: int) -> list[str]:
 
 @pytest.mark.parametrize(("phase", "backend", "compiling"), MOMENTS, ids=[m[0] for m in MOMENTS])
 def test_an_interrupt(
-    phase: str, backend: str, compiling: bool, checkpoints: Checkpoints, tmp_path: Path
+    phase: str,
+    backend: str,
+    compiling: bool,
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    hears_interrupts: Callable[[], None],
 ) -> None:
     out, scratch, cache = (tmp_path / name for name in ("out", "scratch", "cache"))
     for folder in (out, scratch, cache):
@@ -72,6 +77,7 @@ def test_an_interrupt(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hears_interrupts,
     )
     try:
         assert child.stderr is not None
