@@ -279,7 +279,7 @@ class _Build:
         stages = stage_of(program)
         calls = [call for call in program.calls if stages[call.name] is Stage.SCHEDULE]
         by_name = {call.name: call for call in calls}
-        (timestep,) = (fact for fact in program.facts.inputs if fact.stage is Stage.SCHEDULE)
+        timestep = program.facts.timestep
 
         def weights(name: str) -> list[torch.Tensor]:
             return [program.weights[weight].evaluate(partition.tensors) for weight in by_name[name].weights]

@@ -35,7 +35,6 @@ _ELEMENTWISE = frozenset(
     }
 )
 _ALONG_A_DIM = frozenset({aten.cat.default, aten.slice.Tensor, aten.unsqueeze.default})
-_TIMESTEPS = "timesteps"
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,19 @@ class FoldSchedule(Pass):
         folded = peeled.program
         stages = execution_stages(folded)
         for name in {call.region for call in folded.calls if stages[call.name] is Stage.SCHEDULE}:
-            _prove_row_wise(folded.regions[name])
+            _prove_row_wise(folded.regions[name], program.facts.timestep.shape[0])
         matches = tuple(Match("table", value) for value in peeled.values)
         return Rewrite(folded.evolve(tables=peeled.values), matches)
 
 
-def _prove_row_wise(region: Region) -> None:
+def _prove_row_wise(region: Region, timesteps: int | str) -> None:
     """Raise `BuildError` unless row i of every value in ``region`` depends on timestep i alone."""
     for node in computed(region.graph):
-        port = node.meta["port"]
-        assert isinstance(port, Port)
-        if all(isinstance(size, int) for size in port.shape):
-            continue  # a constant: the same for every timestep
-        if port.shape[0] != _TIMESTEPS or not all(isinstance(size, int) for size in port.shape[1:]):
-            raise BuildError(f"{region.name}/{node.name} mixes timesteps: its shape is {port.shape}")
+        shape = _shape(node)
+        if _is_constant(shape):
+            continue  # the same for every timestep
+        if shape[0] != timesteps or not _is_constant(shape[1:]):
+            raise BuildError(f"{region.name}/{node.name} mixes timesteps: its shape is {shape}")
         if not _row_wise(node):
             raise BuildError(f"{region.name}/{node.name} ({node.target}) may mix timesteps")
 
@@ -80,14 +78,18 @@ def _row_wise(node: fx.Node) -> bool:
         return True
     if node.target is aten.linear.default:
         # Rows of the first operand; weight and bias must not depend on the timestep.
-        return all(_is_constant(source) for source in node.all_input_nodes[1:])
+        return all(_is_constant(_shape(source)) for source in node.all_input_nodes[1:])
     if node.target in _ALONG_A_DIM:
         dim = node.args[1] if len(node.args) > 1 else 0
         return isinstance(dim, int) and dim != 0
     return False
 
 
-def _is_constant(node: fx.Node) -> bool:
+def _shape(node: fx.Node) -> tuple[int | str, ...]:
     port = node.meta["port"]
     assert isinstance(port, Port)
-    return all(isinstance(size, int) for size in port.shape)
+    return port.shape
+
+
+def _is_constant(shape: tuple[int | str, ...]) -> bool:
+    return all(isinstance(size, int) for size in shape)

@@ -60,6 +60,12 @@ class ModelFacts:
     segments: tuple[str, ...]  # names for what lies before, between and after the repeats
     expected: Mapping[str, Mapping[str, int]]  # pass -> kind of match -> count
 
+    @property
+    def timestep(self) -> InputFact:
+        """The one input of the schedule stage; its only dimension counts the distinct timesteps."""
+        (fact,) = (fact for fact in self.inputs if fact.stage is Stage.SCHEDULE)
+        return fact
+
     def dim(self, name: str) -> Dim:
         """The dimension called ``name``; `KeyError` when the model has none."""
         for dim in self.dims:

@@ -18,8 +18,6 @@ from h3compile.program.weights import TensorSource
 
 __all__ = ["Interpreter", "retype"]
 
-_TIMESTEPS = "timesteps"
-
 
 class Interpreter:
     """Evaluates ``program`` with weights from ``source``.
@@ -54,9 +52,13 @@ class Interpreter:
         if self._dtype is not None:
             retype(copy, self._dtype)
         for node in computed(copy):
+            if marks.get(node.name) is not Stage.SCHEDULE:
+                continue
+            dim = self.program.facts.timestep.shape[0]
+            varying = [_varies(argument, dim) for argument in node.args]
             # Where no operand itself has such rows (a list of them has), data is only moved.
-            if marks.get(node.name) is Stage.SCHEDULE and _varies(node) and any(map(_varies, node.args)):
-                node.target = _row_by_row(node)
+            if _varies(node, dim) and any(varying):
+                node.target = _row_by_row(node.target, varying)
         return fx.GraphModule(torch.nn.Module(), copy)
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,7 +73,7 @@ class Interpreter:
         return {name: values[name] for name in self.program.outputs}
 
     def _tables(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        (timestep,) = (fact.name for fact in self.program.facts.inputs if fact.stage is Stage.SCHEDULE)
+        timestep = self.program.facts.timestep.name
         rows: list[dict[str, torch.Tensor]] = []
         for t in torch.split(values[timestep], 1):
             alone: dict[str, torch.Tensor] = {timestep: t}
@@ -93,21 +95,19 @@ class Interpreter:
         return tensor.to(self._device, self._dtype if floating else tensor.dtype)
 
 
-def _varies(value: object) -> bool:
+def _varies(value: object, timesteps: int | str) -> bool:
     """Whether a node has one row a timestep."""
     port = value.meta.get("port") if isinstance(value, fx.Node) else None
-    return isinstance(port, Port) and port.shape[:1] == (_TIMESTEPS,)
+    return isinstance(port, Port) and port.shape[:1] == (timesteps,)
 
 
-def _row_by_row(node: fx.Node) -> Callable[..., torch.Tensor]:
-    """The operator of ``node``, applied to each timestep alone.
+def _row_by_row(operator: object, varying: Sequence[bool]) -> Callable[..., torch.Tensor]:
+    """``operator``, applied to each timestep alone; ``varying`` tells the operands with rows.
 
     A GEMM may round a row otherwise than a product of that row does, and a vectorized function may
     round the end of a row otherwise than its middle.
     """
-    operator = node.target
     assert callable(operator)
-    varying = [_varies(argument) for argument in node.args]
 
     def rows(*args: Any, **kwargs: Any) -> torch.Tensor:
         count = next(arg.shape[0] for arg, varies in zip(args, varying, strict=True) if varies)
