@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,47 @@ class Notes:
         self.notes.append(text)
 
 
+@pytest.fixture(scope="module")
+def vary_installed() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Makes a build know the pass of the golden engine, which gives the block a variant."""
+    spec = importlib.util.spec_from_file_location("golden_make", Path(__file__).parent / "golden" / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)  # where a pass's options are looked up
+        spec.loader.exec_module(module)
+        yield module.vary_installed
+
+
+@pytest.mark.slow
+def test_a_variant_waits_for_its_target_like_every_region(
+    checkpoints: Callable[[torch.dtype], Path],
+    vary_installed: Callable[[], AbstractContextManager[None]],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "b300.h3e"
+    with vary_installed():
+        engine = h3compile.build(
+            str(checkpoints(torch.bfloat16)), passes="vary", target="b300", steps=(4,), output=path
+        )
+    assert engine.manifest.pending == (
+        "request",
+        "refiner",
+        "request_2",
+        "embed",
+        "block",
+        "block.dense",
+        "head",
+    )
+    assert len(engine.manifest.measures) == engine.manifest.model_config_values["num_layers"]
+    # Nothing is stored twice: a variant runs on the weights and tables of the region it stands in for.
+    called = {f"{call.region}.{call.index}" for call in engine.manifest.calls if call.range}
+    assert set(engine.manifest.partitions["transformer"].ranges) == called
+    assert not any(
+        "dense" in name for name in engine.manifest.files if name.startswith(("weights", "tables"))
+    )
+
+
 def test_an_engine_for_an_absent_gpu_waits_for_it(
     checkpoints: Callable[[torch.dtype], Path], tmp_path: Path
 ) -> None:
@@ -52,18 +96,28 @@ def test_an_engine_for_an_absent_gpu_waits_for_it(
 def test_finalize_lowers_what_is_pending_and_again_what_is_lowered(
     checkpoints: Callable[[torch.dtype], Path],
     packed: Callable[..., dict[str, torch.Tensor]],
+    vary_installed: Callable[[], AbstractContextManager[None]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "cpu.h3e"
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, vary_installed():
         patch.setattr("h3compile.driver.present", lambda target: False)
-        built = h3compile.build(str(checkpoints(torch.float32)), target="cpu", steps=(4,), output=path)
+        built = h3compile.build(
+            str(checkpoints(torch.float32)), passes="vary", target="cpu", steps=(4,), output=path
+        )
+    assert "block.dense" in built.manifest.pending
     finished = finalize(path)
     assert finished.manifest.pending == () and finished.digest != built.digest
     assert {r.name for r in finished.manifest.regions if r.artifact} == set(built.manifest.pending)
     inputs = packed("t2va", text=7, video=33, audio=6, dtype=torch.float32)
-    first = h3compile.load(path, device="cpu")(**inputs, return_dict=False)
+    module = h3compile.load(path, device="cpu")
+    first = module(**inputs, return_dict=False)
+    # The variant and the region itself, both from their artifacts.
+    assert [dict(step.variants) for step in module.measured()] == [{"block": "block.dense"}]
+    module(**{**inputs, "timestep": torch.tensor([0.5, 0.75])})
+    steps = [{tuple(value.tolist()) for value in step.values.values()} for step in module.measured()]
+    assert steps == [{(0, 0)}, {(1, 4)}]
 
     told = Notes()
     assert finalize(path, progress=told).digest == finished.digest

@@ -17,12 +17,16 @@ __all__ = [
     "ALIGNMENT",
     "FORMAT",
     "INFO_FILE",
+    "OWN_OPERATORS",
     "SOURCE_FILE",
     "ArtifactInfo",
     "CubinInfo",
     "InputInfo",
     "LengthInfo",
     "LibraryInfo",
+    "OperatorInfo",
+    "VariantInfo",
+    "operator_global",
     "read_info",
 ]
 
@@ -31,6 +35,13 @@ INFO_FILE = "region.json"
 SOURCE_FILE = "region.py"
 # Bytes. Vectorized GPU code reads 16 at a time; Inductor assumes every input starts on such a boundary.
 ALIGNMENT = 16
+# How a launch sequence calls the reference of an operator of ours; the start of the name.
+OWN_OPERATORS = "torch.ops.h3compile."
+
+
+def operator_global(operator: str) -> str:
+    """The global of a launch sequence that stands for our operator ``attention.default``."""
+    return "h3compile_" + operator.replace(".", "_")
 
 
 class _Info(BaseModel):
@@ -71,6 +82,36 @@ class CubinInfo(_Info):
     grid: tuple[str, str, str]
 
 
+class VariantInfo(_Info):
+    """A compiled variant of one of our Triton functions; the fields of `h3compile.ops.launch.Binary`.
+
+    ``registers`` a thread and bytes of ``stack`` (spilled registers) are what ptxas gave it.
+    """
+
+    file: str
+    kernel: str
+    entry: str
+    warps: int
+    shared: int
+    scratch: int
+    scratch_alignment: int
+    scratch_arguments: int
+    registers: int
+    stack: int
+
+
+class OperatorInfo(_Info):
+    """Who computes an operator of ours for one static shape (``variant``, empty where there is only one).
+
+    ``ms`` has the measured time of every legal provider, or nothing where only one was.
+    """
+
+    name: str
+    variant: str
+    provider: str
+    ms: dict[str, float | None]
+
+
 class InputInfo(_Info):
     """An input: dtype by its torch name, shape and stride (in elements) in numbers and length expressions."""
 
@@ -91,6 +132,9 @@ class LengthInfo(_Info):
 class ArtifactInfo(_Info):
     """`region.json`: what the artifact takes, and the machine it was compiled for.
 
+    ``kernels`` are Inductor's, by the names of the launch sequence; ``variants`` are those of our own
+    operators, by `Spec.key`.
+
     ``assumptions`` are the conditions on lengths that Inductor relied on, all implied by ``lengths`` but
     for layout decisions that a length of 1 does not invalidate.
     """
@@ -107,6 +151,8 @@ class ArtifactInfo(_Info):
     assumptions: tuple[str, ...]
     options: dict[str, bool | int | str | tuple[str, ...]]
     kernels: dict[str, LibraryInfo | CubinInfo]
+    operators: tuple[OperatorInfo, ...] = ()
+    variants: dict[str, VariantInfo] = {}
 
 
 def read_info(path: Path) -> ArtifactInfo:

@@ -227,6 +227,14 @@ def _check_references(path: Path, manifest: Manifest) -> None:
     for name in manifest.pending:
         if name not in known:
             raise EngineError(f"{path / MANIFEST} waits for a region {name!r} that it does not have", _MEND)
+    for base, variants in manifest.variants.items():
+        for name in (base, *(variant.region for variant in variants)):
+            if name not in known:
+                raise EngineError(f"{path / MANIFEST} has variants of {base} and no region {name!r}", _MEND)
+    made = {value for call in manifest.calls for value in call.outputs}
+    for value in manifest.measures:
+        if value not in made:
+            raise EngineError(f"{path / MANIFEST} keeps a value {value!r} that no call makes", _MEND)
 
 
 def _check_presence(path: Path, files: Mapping[str, FileRecord]) -> None:

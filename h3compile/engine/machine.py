@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cpu_features", "device_arch", "python_abi", "torch_release"]
+__all__ = ["cpu_features", "device_arch", "kernel_arch", "python_abi", "torch_release"]
 
 # The instruction sets a C++ compiler may use under -march=native; other flags of the kernel's list
 # (hypervisor, cache control, mitigations) do not change generated code.
@@ -35,6 +35,12 @@ def device_arch(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"sm_{major}{minor}"
     return platform.machine()
+
+
+def kernel_arch(device: torch.device) -> str:
+    """What our kernels are compiled for on a CUDA device, such as ``sm_90a``: with its own instructions."""
+    arch = device_arch(device)
+    return f"{arch}a" if torch.cuda.get_device_capability(device) >= (9, 0) else arch
 
 
 def python_abi() -> str:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from h3compile.program.conditions import Condition, Noisier, Shorter
+
 __all__ = [
     "MANIFEST",
     "RANGE_KEY",
@@ -19,17 +21,21 @@ __all__ = [
     "DimRecord",
     "FileRecord",
     "Manifest",
+    "NoisierRecord",
     "PartitionRecord",
     "PassRecord",
     "PortRecord",
     "RangeRecord",
     "RegionRecord",
+    "ShorterRecord",
     "SlotRecord",
     "TableRecord",
+    "VariantRecord",
     "fingerprint_of",
 ]
 
-SCHEMA_VERSION = 1
+# 2 added ``variants`` and ``measures``.
+SCHEMA_VERSION = 2
 MANIFEST = "engine.json"
 RANGE_KEY = "range"  # the one tensor in the file of a range
 
@@ -71,6 +77,9 @@ class ArtifactRecord(_Record):
     backend: str
     target: str
     path: str  # relative to the engine: a file or a folder
+    providers: dict[
+        str, str
+    ] = {}  # our operators, with the static shape where it matters -> who computes them
 
 
 class RegionRecord(_Record):
@@ -96,6 +105,35 @@ class CallRecord(_Record):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     range: str | None = None
+
+
+class ShorterRecord(_Record):
+    """A step whose sequence has fewer than ``than`` of the free length ``dim``."""
+
+    kind: Literal["shorter"] = "shorter"
+    dim: str
+    than: int = Field(gt=0)
+
+
+class NoisierRecord(_Record):
+    """A step whose largest sigma, 1 - its smallest timestep, is above ``than``."""
+
+    kind: Literal["noisier"] = "noisier"
+    than: float = Field(ge=0.0, le=1.0)
+
+
+class VariantRecord(_Record):
+    """A region that serves the calls of another in the steps where ``when`` holds."""
+
+    region: str
+    when: ShorterRecord | NoisierRecord = Field(discriminator="kind")
+
+    @property
+    def condition(self) -> Condition:
+        """The condition, to be asked and to be printed."""
+        if self.when.kind == "shorter":
+            return Shorter(self.when.dim, self.when.than)
+        return Noisier(self.when.than)
 
 
 class SlotRecord(_Record):
@@ -188,9 +226,13 @@ class Manifest(_Record):
     regions: tuple[RegionRecord, ...]
     calls: tuple[CallRecord, ...]
     tables: tuple[str, ...]  # schedule-stage values that steps read
+    # Region -> what may stand in for it; the first whose condition holds does, for all calls of the step.
+    variants: dict[str, tuple[VariantRecord, ...]] = Field(default_factory=dict)
+    measures: tuple[str, ...] = ()  # step-stage values kept for reports: int32 [2], skipped and considered
     partitions: dict[str, PartitionRecord]
     passes: tuple[PassRecord, ...]
     backend: str
+    providers: dict[str, str] = {}  # what the user named: operator -> provider
     target: str
     arch: str  # sm_90a, cpu-avx512, ...
     versions: dict[str, str]

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from typing import Literal
 
 from h3compile.engine.layout import SlotSpec, lay_out
-from h3compile.engine.manifest import CallRecord, DimRecord, Manifest, PortRecord, RangeRecord, RegionRecord
+from h3compile.engine.manifest import (
+    CallRecord,
+    DimRecord,
+    Manifest,
+    NoisierRecord,
+    PortRecord,
+    RangeRecord,
+    RegionRecord,
+    ShorterRecord,
+    VariantRecord,
+)
 from h3compile.program.analysis import execution_stages
+from h3compile.program.conditions import Condition, Shorter
 from h3compile.program.facts import Dim, ModelFacts
 from h3compile.program.program import Call, Program
 from h3compile.program.region import Port, Region
@@ -24,6 +35,7 @@ __all__ = [
     "range_of",
     "region_record",
     "stage_of",
+    "variant_records",
 ]
 
 _STAGES: Mapping[Stage, Literal["schedule", "request", "step"]] = {
@@ -93,6 +105,20 @@ def call_records(program: Program) -> tuple[CallRecord, ...]:
         )
         for call in program.calls
     )
+
+
+def variant_records(program: Program) -> dict[str, tuple[VariantRecord, ...]]:
+    """The variants as the manifest keeps them."""
+    return {
+        base: tuple(VariantRecord(region=v.region, when=_condition_record(v.when)) for v in variants)
+        for base, variants in program.variants.items()
+    }
+
+
+def _condition_record(condition: Condition) -> ShorterRecord | NoisierRecord:
+    if isinstance(condition, Shorter):
+        return ShorterRecord(dim=condition.dim, than=condition.than)
+    return NoisierRecord(than=condition.than)
 
 
 def range_of(program: Program, call: Call, files: Mapping[str, str] | None = None) -> RangeRecord:

@@ -77,9 +77,9 @@ def in_order(kinds: Sequence[type[Pass]]) -> list[str]:
 
 
 def _content(program: Program) -> tuple[object, ...]:
-    """What a pass could edit in place: graphs, and the table of weights."""
+    """What a pass could edit in place: graphs, and the tables of weights and of variants."""
     graphs = {name: region_to_json(region) for name, region in program.regions.items()}
-    return graphs, dict(program.weights)
+    return graphs, dict(program.weights), dict(program.variants)
 
 
 class Manager:

@@ -17,15 +17,17 @@ __all__ = ["Marks", "execution_stages", "mark"]
 class Marks:
     """The stage of every node and every value of a program.
 
-    A region called several times has one mark a node: the join over its calls.
+    A region called several times has one mark a node: the join over its calls. A variant is marked as if
+    it were called wherever the region is that it stands in for.
     """
 
     nodes: Mapping[str, Mapping[str, Stage]]
     values: Mapping[str, Stage]
+    forms: Mapping[str, tuple[str, ...]]  # region -> itself and its variants
 
     def call(self, call: Call) -> Stage:
-        """When a call runs: the join over everything it computes."""
-        return join(self.nodes[call.region].values())
+        """When a call runs: the join over everything it computes, in whichever form."""
+        return join(stage for form in self.forms[call.region] for stage in self.nodes[form].values())
 
 
 def mark(program: Program) -> Marks:
@@ -35,26 +37,26 @@ def mark(program: Program) -> Marks:
         name: [Stage.BUILD] * len(region.inputs) for name, region in program.regions.items()
     }
     nodes = {name: _walk(region, entering[name]) for name, region in program.regions.items()}
+    forms = {name: program.forms_of(name) for name in program.regions}
     changed = True
     while changed:
         changed = False
         for call in program.calls:
-            region = program.regions[call.region]
             joined = [
                 stage | values[value] for stage, value in zip(entering[call.region], call.inputs, strict=True)
             ]
             if joined != entering[call.region]:
                 entering[call.region] = joined
-                nodes[call.region] = _walk(region, joined)
+                nodes |= {form: _walk(program.regions[form], joined) for form in forms[call.region]}
                 changed = True
-            stages = nodes[call.region]
-            for value, source in zip(call.outputs, returned(region.graph), strict=True):
-                # Joined, so that the walk ends also where a broken program defines a value twice.
-                stage = values.get(value, Stage.BUILD) | stages[source.name]
-                if values.get(value) is not stage:
-                    values[value] = stage
-                    changed = True
-    return Marks(nodes, values)
+            for form in forms[call.region]:
+                for value, source in zip(call.outputs, returned(program.regions[form].graph), strict=True):
+                    # Joined, so that the walk ends also where a broken program defines a value twice.
+                    stage = values.get(value, Stage.BUILD) | nodes[form][source.name]
+                    if values.get(value) is not stage:
+                        values[value] = stage
+                        changed = True
+    return Marks(nodes, values, forms)
 
 
 def execution_stages(program: Program) -> dict[str, Stage]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from h3compile.program.analysis import execution_stages, mark
+from h3compile.program.conditions import choose, largest_sigma
 from h3compile.program.cut import computed
 from h3compile.program.program import Call, Program
 from h3compile.program.region import Port
@@ -24,7 +25,8 @@ class Interpreter:
 
     With ``dtype`` set to float64 every floating-point tensor and cast is float64: the yardstick that
     rounding is measured against. Tables are evaluated as a runner evaluates them, each timestep alone;
-    with ``alone`` so is the schedule-stage work of a program that has no tables yet.
+    with ``alone`` so is the schedule-stage work of a program that has no tables yet. Variants stand in for
+    regions as they do in a runner, by the lengths and the timesteps of the inputs.
     """
 
     def __init__(
@@ -64,13 +66,27 @@ class Interpreter:
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The program's outputs by name; ``inputs`` are cast to the declared dtypes first."""
         values = {port.name: self._place(inputs[port.name].to(port.dtype)) for port in self.program.inputs}
+        stand_ins = self._stand_ins(values)
         with torch.no_grad():
             if self.program.tables:
                 values |= self._tables(values)
             for call in self.program.calls:
                 if not (self.program.tables and self._stages[call.name] is Stage.SCHEDULE):
-                    values |= self._run(call, values)
+                    values |= self._run(call, values, stand_ins.get(call.region))
         return {name: values[name] for name in self.program.outputs}
+
+    def _stand_ins(self, values: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Region -> the variant that stands in for it, for these inputs."""
+        if not self.program.variants:
+            return {}
+        lengths = {
+            size: extent
+            for port in self.program.inputs
+            for size, extent in zip(port.shape, values[port.name].shape, strict=True)
+            if isinstance(size, str)
+        }
+        timesteps: list[float] = values[self.program.facts.timestep.name].tolist()
+        return choose(self.program.variants, lengths, largest_sigma(timesteps))
 
     def _tables(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         timestep = self.program.facts.timestep.name
@@ -83,9 +99,11 @@ class Interpreter:
             rows.append(alone)
         return {name: torch.cat([row[name] for row in rows]) for name in self.program.tables}
 
-    def _run(self, call: Call, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _run(
+        self, call: Call, values: Mapping[str, torch.Tensor], stand_in: str | None = None
+    ) -> dict[str, torch.Tensor]:
         weights = [self._place(self.program.weights[name].evaluate(self._source)) for name in call.weights]
-        results: Sequence[torch.Tensor] = self._modules[call.region](
+        results: Sequence[torch.Tensor] = self._modules[stand_in or call.region](
             *(values[name] for name in call.inputs), *weights
         )
         return dict(zip(call.outputs, results, strict=True))

@@ -21,7 +21,7 @@ def merge_calls(program: Program) -> Program:
 
     A call moves up to an earlier one of its stage when everything it reads is there by then. The merged
     region is named after its stage, or in the step after the later of the two. Operations that two
-    merged regions share are computed once.
+    merged regions share are computed once. Regions with variants stay as they are.
     """
     program = _by_stage(program)
     while (pair := _mergeable(program)) is not None:
@@ -43,11 +43,12 @@ def _mergeable(program: Program) -> tuple[Call, Call] | None:
     available = {port.name for port in program.inputs}
     for i, early in enumerate(program.calls):
         available |= set(early.outputs)
-        if counts[early.region] > 1:
-            continue
+        if counts[early.region] > 1 or early.region in program.variants:
+            continue  # every variant would have to be merged alike
         for late in program.calls[i + 1 :]:
             same = stages[late.name] is stages[early.name]
-            if same and counts[late.region] == 1 and available >= set(late.inputs):
+            single = counts[late.region] == 1 and late.region not in program.variants
+            if same and single and available >= set(late.inputs):
                 return early, late
     return None
 
@@ -83,7 +84,7 @@ def _merge(program: Program, early: Call, late: Call) -> Program:
             ports[value] = port
 
     read = {value for call in program.calls if call not in calls for value in call.inputs}
-    kept = [value for value in ports if value in read or value in program.outputs]
+    kept = [value for value in ports if value in read or value in _wanted(program)]
     graph.output(tuple(values[value] for value in kept))
     name = late.region
     merged = Region(name, graph, tuple(inputs.values()), tuple(slots.values()), tuple(ports[v] for v in kept))
@@ -101,8 +102,8 @@ def share_equal(program: Program, name: str) -> Program:
     region, own = program.regions[name], program.calls_of(name)
     graph = deduplicate(region.graph)
     results = returned(graph)
-    # The program's own outputs keep their names.
-    final = [any(call.outputs[i] in program.outputs for call in own) for i in range(len(results))]
+    # The program's own outputs and measures keep their names.
+    final = [any(call.outputs[i] in _wanted(program) for call in own) for i in range(len(results))]
     left: dict[fx.Node, int] = {}
     for i in sorted(range(len(results)), key=lambda i: not final[i]):
         left.setdefault(results[i], i)
@@ -124,6 +125,11 @@ def share_equal(program: Program, name: str) -> Program:
         for call in program.calls
     ]
     return program.evolve(regions={**program.regions, name: region}, calls=tuple(calls))
+
+
+def _wanted(program: Program) -> tuple[str, ...]:
+    """The values that are wanted though no call may read them."""
+    return (*program.outputs, *program.measures)
 
 
 def _inline(

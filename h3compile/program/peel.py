@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from h3compile.errors import BuildError
 from h3compile.program.analysis import execution_stages, mark
 from h3compile.program.cut import Piece, closure, computed, cut, leaving, returned
 from h3compile.program.merge import merge_calls, share_equal
@@ -60,7 +61,8 @@ def peel(program: Program, stage: Stage) -> Peeled:
     """Move all work of ``stage`` into calls of its own, which run before the step.
 
     Work that is the same in every call of a region (it reads neither weights nor anything that differs
-    between the calls) is done once. Calls of one stage are merged where their order allows it.
+    between the calls) is done once. Calls of one stage are merged where their order allows it. Raises
+    `BuildError` when such work lies in a region with variants: all of them would have to lose it alike.
     """
     marks = mark(program)
     for name in program.regions:
@@ -68,6 +70,8 @@ def peel(program: Program, stage: Stage) -> Peeled:
             continue  # the whole region is of this stage already
         shared = share_equal(program, name)
         taken = _taken(shared.regions[name], marks.nodes[name], stage)
+        if taken and program.base_of(name) in program.variants:
+            raise BuildError(f"the {stage.value} work of {name} cannot leave it once there are variants")
         if taken:
             program = _Splitter(shared, shared.regions[name], marks.nodes[name], taken, stage).run()
     program = merge_calls(program)

@@ -35,7 +35,13 @@ def print_program(program: Program) -> str:
     lines = [f"program {program.facts.name} level={program.level.name.lower()}"]
     lines += [f"  input  {program.input_stages[port.name].value:8} {port}" for port in program.inputs]
     lines += [f"  output {value}" for value in program.outputs]
-    lines += [f"  tables {len(program.tables)}", f"  weights {len(program.weights)}", ""]
+    lines += [f"  tables {len(program.tables)}", f"  weights {len(program.weights)}"]
+    if program.measures:
+        lines.append(f"  measures {len(program.measures)}")
+    for name, variants in program.variants.items():
+        listed = "; ".join(f"{variant.region} when {variant.when}" for variant in variants)
+        lines.append(f"  variants of {name}: {listed}")
+    lines.append("")
     for run in _runs(program.calls):
         first, last = run[0], run[-1]
         name = first.name if first is last else f"{first.region}.{first.index}..{last.index}"

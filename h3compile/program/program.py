@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from h3compile.program.conditions import Variant
 from h3compile.program.facts import ModelFacts
 from h3compile.program.region import Port, Region
 from h3compile.program.stages import Stage
@@ -48,6 +49,11 @@ class Program:
 
     Values are single-assignment: a program input, or an output of exactly one earlier call. ``tables``
     names the values folded into tables: each has one row (or equal group of rows) per timestep.
+
+    ``variants`` names, by region, what may stand in for it: the first whose condition holds serves all calls
+    of the region in that step. A variant has the ports of the region it stands in for, so weights, tables
+    and layouts are shared; it has no calls and no variants of its own. ``measures`` names values that no
+    call reads and a runner keeps for reports: int32 [2], the tiles that a call skipped and considered.
     """
 
     facts: ModelFacts
@@ -57,6 +63,8 @@ class Program:
     weights: Mapping[str, Weight]
     level: Level = Level.TRACED
     tables: tuple[str, ...] = field(default=())
+    variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
+    measures: tuple[str, ...] = field(default=())
 
     @property
     def inputs(self) -> tuple[Port, ...]:
@@ -71,6 +79,15 @@ class Program:
     def calls_of(self, region: str) -> tuple[Call, ...]:
         """The calls of one region, in order."""
         return tuple(call for call in self.calls if call.region == region)
+
+    def forms_of(self, region: str) -> tuple[str, ...]:
+        """The regions that may serve the calls of ``region``: itself, then its variants in order."""
+        forms = (region, *(variant.region for variant in self.variants.get(region, ())))
+        return tuple(dict.fromkeys(forms))  # one may stand in under several conditions
+
+    def base_of(self, region: str) -> str:
+        """The region whose calls ``region`` may serve: the one it is a variant of, or itself."""
+        return next((base for base in self.variants if region in self.forms_of(base)), region)
 
     def port_of(self, value: str) -> Port:
         """The port that defines ``value``: a program input or the output of a call."""

@@ -12,6 +12,7 @@ from h3compile.program.program import Program
 from h3compile.program.propagate import DimSpecialized, propagate
 from h3compile.program.region import Port, Region
 from h3compile.program.stages import Stage
+from h3compile.program.variants import measure_problems, variant_problems
 
 __all__ = ["VerificationError", "verify"]
 
@@ -26,15 +27,20 @@ def verify(program: Program, device: str = "cpu") -> Program:
     graphs lint, their placeholders are their ports by name and in order, they return values that they
     compute, and their operators are legal at the level; shapes propagate with every length free; every
     call binds values that exist before it, and weights of the right shape and dtype; every value is
-    defined once; the outputs are defined; every weight is bound and every region called; a folded table
-    is computed before the step and only read there.
+    defined once; the outputs are defined; every weight is bound and every region called, or a variant of
+    one that is; a folded table is computed before the step and only read there; a variant fits the region
+    it stands in for and its condition can hold; measures are counts that steps leave.
     """
     problems = list(_structure(program))
     if problems:
         raise VerificationError(_summary(problems))
     regions = {name: _propagated(program, region, device) for name, region in program.regions.items()}
     program = program.evolve(regions=regions)
-    problems = [*_bindings(program), *_tables(program)]
+    problems = [*variant_problems(program), *_bindings(program)]
+    if problems:
+        raise VerificationError(_summary(problems))
+    # These follow values through the calls, which must be sound for it.
+    problems = [*_tables(program), *measure_problems(program)]
     if problems:
         raise VerificationError(_summary(problems))
     return program
@@ -131,7 +137,8 @@ def _bindings(program: Program) -> Iterator[str]:
             if value in defined:
                 yield f"{call.name} defines {value} a second time"
             defined[value] = port
-    for name in program.regions.keys() - counts.keys():
+    used = {form for name in counts for form in program.forms_of(name)}
+    for name in program.regions.keys() - used:
         yield f"region {name} is never called"
     for weight in program.weights.keys() - bound:
         yield f"weight {weight} is bound by no call"

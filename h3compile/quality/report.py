@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h3compile.engine.manifest import CallRecord, Manifest, PortRecord, RegionRecord
 from h3compile.pipeline.manager import PassRun
-from h3compile.quality.summary import artifact_size, folder_sizes, in_order, weights_by_stage
+from h3compile.quality.summary import artifact_size, folder_sizes, in_order, stands_in, weights_by_stage
 from h3compile.quality.units import forwards, size
 
 __all__ = ["write_report"]
@@ -45,6 +45,7 @@ class _RegionRow:
     operators: tuple[tuple[str, int], ...]
     artifact: int
     weights: int  # bytes a call binds
+    stands_in: tuple[str, str] | None  # for which region and when, of a variant
 
     @property
     def operator_count(self) -> int:
@@ -107,7 +108,8 @@ def _region_row(
     operators: Mapping[str, Mapping[str, int]],
     files: Mapping[str, int],
 ) -> _RegionRow:
-    calls = [call for call in manifest.calls if call.region == region.name]
+    variant = stands_in(manifest, region.name)
+    calls = [call for call in manifest.calls if call.region == (variant[0] if variant else region.name)]
     counts = Counter(operators.get(region.name, {}))
     return _RegionRow(
         record=region,
@@ -116,6 +118,7 @@ def _region_row(
         operators=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
         artifact=artifact_size(region, files),
         weights=_bound(manifest, calls),
+        stands_in=variant,
     )
 
 

@@ -17,14 +17,25 @@ __all__ = [
     "folder_sizes",
     "in_order",
     "operators",
+    "own_operators",
     "program_weights_by_stage",
+    "stands_in",
     "weights_by_stage",
 ]
+
+_OWN = "h3compile."
 
 
 def operators(region: Region) -> Counter[str]:
     """How often each operator stands in a region's graph."""
     return Counter(op_name(node.target) for node in region.graph.nodes if node.op == "call_function")
+
+
+def own_operators(region: Region) -> dict[str, int]:
+    """How often each of our own operators stands in a region's graph, by its name without the namespace."""
+    return {
+        name.removeprefix(_OWN): count for name, count in operators(region).items() if name.startswith(_OWN)
+    }
 
 
 def weights_by_stage(manifest: Manifest, partition: PartitionRecord) -> dict[str, int]:
@@ -60,9 +71,23 @@ def program_weights_by_stage(program: Program) -> dict[str, int]:
 
 
 def in_order(manifest: Manifest) -> list[RegionRecord]:
-    """The regions in the order of their first calls."""
-    order = list(dict.fromkeys(call.region for call in manifest.calls))
+    """The regions in the order of their first calls, each followed by its variants."""
+    order: list[str] = []
+    for region in dict.fromkeys(call.region for call in manifest.calls):
+        order += [region, *(variant.region for variant in manifest.variants.get(region, ()))]
     return sorted(manifest.regions, key=lambda region: order.index(region.name))
+
+
+def stands_in(manifest: Manifest, region: str) -> tuple[str, str] | None:
+    """Which region ``region`` is a variant of, and in which steps it serves its calls; None for no variant.
+
+    Of several variants whose condition holds the first one in the manifest does.
+    """
+    for base, variants in manifest.variants.items():
+        whens = [str(variant.condition) for variant in variants if variant.region == region]
+        if whens:
+            return base, " or ".join(whens)
+    return None
 
 
 def artifact_size(region: RegionRecord, files: Mapping[str, int]) -> int:

@@ -12,11 +12,12 @@ from h3compile.engine.loader import EngineFolder
 from h3compile.engine.manifest import CallRecord
 from h3compile.errors import EngineError, H3CompileError
 from h3compile.program.serialize import parse_dtype
-from h3compile.runtime.executors import executor_for
+from h3compile.runtime.executors import Executor, executor_for
 from h3compile.runtime.fold import ScheduleCall
 from h3compile.runtime.groups import TableGroup, group_tables
 from h3compile.runtime.inputs import Inputs
 from h3compile.runtime.link import LinkedProgram, call_name, link
+from h3compile.runtime.measures import Measures
 from h3compile.runtime.memory import gib
 from h3compile.runtime.module import Parts
 from h3compile.runtime.pool import Pool
@@ -120,15 +121,31 @@ class _Site:
             inputs=Inputs(manifest.inputs, kept, self.device),
             request=RequestMemo(request, program.request_values, stats),
             tables=self._tables(weights, stats, table_bytes),
-            runner=Runner(step, manifest.outputs, self.device),
+            variants=program.variants,
+            measures=Measures(program.measures, self.device),
+            runner=Runner(
+                step,
+                manifest.outputs,
+                self.device,
+                variants=self._stand_ins(),
+                measures=program.measures,
+            ),
             stats=stats,
         )
 
     def _bind(self, call: CallRecord, weights: Weights) -> BoundCall:
-        region = self.program.regions[call.region]
-        executor = executor_for(self.folder, region, self.device, self.pool, interpret=False)
         bound = weights.resident(call.range) if call.range is not None else ()
-        return BoundCall(call_name(call), call.inputs, call.outputs, executor, bound)
+        executor = self._executor(call.region)
+        return BoundCall(call_name(call), call.region, call.inputs, call.outputs, executor, bound)
+
+    def _stand_ins(self) -> dict[str, Executor]:
+        """The executors of all variants: which of them a step takes is known when it begins."""
+        variants = {variant.region for found in self.program.variants.values() for variant in found}
+        return {name: self._executor(name) for name in sorted(variants)}
+
+    def _executor(self, region: str) -> Executor:
+        record = self.program.regions[region]
+        return executor_for(self.folder, record, self.device, self.pool, interpret=False)
 
     def _tables(self, weights: Weights, stats: Stats, budget: int) -> ModulationTables | None:
         if self.program.timestep is None:

@@ -13,8 +13,10 @@ import torch
 
 from h3compile.engine.manifest import Manifest
 from h3compile.errors import H3CompileError, Interrupted
+from h3compile.program.conditions import Variant, choose, largest_sigma
 from h3compile.program.serialize import dtype_name, parse_dtype
 from h3compile.runtime.inputs import Inputs
+from h3compile.runtime.measures import MeasuredStep, Measures
 from h3compile.runtime.pool import Pool
 from h3compile.runtime.request import RequestMemo
 from h3compile.runtime.results import FrozenConfig, TransformerOutput
@@ -47,6 +49,8 @@ class Parts:
     inputs: Inputs
     request: RequestMemo
     tables: ModulationTables | None  # None where no pass made tables
+    variants: Mapping[str, tuple[Variant, ...]]
+    measures: Measures
     runner: Runner
     stats: Stats
 
@@ -69,6 +73,8 @@ class CompiledTransformer(torch.nn.Module):
         self._stopping = False
         self._layout_checked = False
         self._timesteps: list[float] | None = None
+        stages = parts.manifest.input_stages
+        self._of_request = frozenset(name for name, stage in stages.items() if stage == "request")
 
     def forward(
         self,
@@ -114,20 +120,28 @@ class CompiledTransformer(torch.nn.Module):
 
     def _step(self, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         parts = self._parts
-        check_shapes(parts.manifest.inputs, parts.manifest.dims, given)
+        lengths = check_shapes(parts.manifest.inputs, parts.manifest.dims, given)
         values, changed = parts.inputs.take(given)
         self._forget(changed)
         parts.inputs.acknowledge()
         timesteps = self._check_contents(values)
         values.update(parts.request.values(values, self._obey))
         rows = {} if parts.tables is None else parts.tables.select(timesteps, self._obey)
-        sample, audio_sample = parts.runner.run(values, rows, self._obey)
+        # Once a step and from what the host knows already: nothing waits for the device.
+        sigma = largest_sigma(timesteps)
+        stand_ins = choose(parts.variants, lengths, sigma)
+        with parts.measures.step(sigma, stand_ins) as record:
+            sample, audio_sample = parts.runner.run(
+                values, rows, self._obey, stand_ins=stand_ins, record=record
+            )
         parts.stats.forwards += 1
         return sample, audio_sample
 
     def _forget(self, changed: Collection[str]) -> None:
         """Drops everything that was concluded from inputs which changed."""
         self._parts.request.invalidate(changed)
+        if not self._of_request.isdisjoint(changed):
+            self._parts.measures.restart()
         if not set(LAYOUT).isdisjoint(changed):
             self._layout_checked = False
         if not set(_TIMESTEPS).isdisjoint(changed):
@@ -185,6 +199,7 @@ class CompiledTransformer(torch.nn.Module):
         with self._lock:
             self._parts.inputs.release()
             self._parts.request.release()
+            self._parts.measures.restart()
             if self._parts.tables is not None:
                 self._parts.tables.release()
             self._layout_checked = False
@@ -228,8 +243,17 @@ class CompiledTransformer(torch.nn.Module):
         parts = self._parts
         parts.stats.bytes_weights = parts.weights.nbytes
         parts.stats.bytes_tables = parts.tables.nbytes if parts.tables is not None else 0
-        parts.stats.bytes_request = parts.request.nbytes + parts.inputs.nbytes
+        parts.stats.bytes_request = parts.request.nbytes + parts.inputs.nbytes + parts.measures.nbytes
         return parts.stats
+
+    def measured(self) -> tuple[MeasuredStep, ...]:
+        """What the steps of the current request left for reports, the first one first.
+
+        Empty for an engine that measures nothing. A request begins when the text, the positions or the
+        layout of the rows change, or when a step is no less noisy than the one before it. The values are on
+        the device and asking for them does not wait for it.
+        """
+        return self._parts.measures.steps
 
     def extra_repr(self) -> str:
         return f"{self._parts.manifest.model}, partition={self.partition!r}, device={str(self.device)!r}"

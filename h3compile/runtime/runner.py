@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from h3compile.runtime.executors import Executor
+from h3compile.runtime.measures import Record
 
 __all__ = ["BoundCall", "Check", "Reads", "Runner", "last_reads"]
 
@@ -39,14 +40,17 @@ class BoundCall:
     """One execution of a region with its weights bound."""
 
     name: str
+    region: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     executor: Executor
     weights: tuple[torch.Tensor, ...]
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-        """The outputs by name."""
-        return zip(self.outputs, self.executor([*inputs, *self.weights]), strict=True)
+    def run(
+        self, inputs: Sequence[torch.Tensor], stand_in: Executor | None = None
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """The outputs by name, computed by ``stand_in`` where one is given."""
+        return zip(self.outputs, (stand_in or self.executor)([*inputs, *self.weights]), strict=True)
 
 
 def last_reads(calls: Sequence[Reads], kept: Collection[str] = ()) -> list[tuple[str, ...]]:
@@ -60,22 +64,44 @@ def last_reads(calls: Sequence[Reads], kept: Collection[str] = ()) -> list[tuple
 
 
 class Runner:
-    """Executes ``calls`` in order and returns ``outputs``."""
+    """Executes ``calls`` in order and returns ``outputs``.
 
-    def __init__(self, calls: Sequence[BoundCall], outputs: Sequence[str], device: torch.device) -> None:
+    ``variants`` are the executors that may stand in for those of calls, by the name of their region;
+    ``measures`` the values that are recorded when they are made.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[BoundCall],
+        outputs: Sequence[str],
+        device: torch.device,
+        *,
+        variants: Mapping[str, Executor] | None = None,
+        measures: Collection[str] = (),
+    ) -> None:
         self._calls = tuple(calls)
         self._outputs = tuple(outputs)
         self._dead = last_reads(self._calls, self._outputs)
         self._read = {name for call in self._calls for name in call.inputs} | set(self._outputs)
         self._device = device
+        self._variants = dict(variants or {})
+        self._measures = frozenset(measures)
 
     def run(
-        self, given: Mapping[str, torch.Tensor], source: Source, check: Check
+        self,
+        given: Mapping[str, torch.Tensor],
+        source: Source,
+        check: Check,
+        *,
+        stand_ins: Mapping[str, str] | None = None,
+        record: Record = lambda name, value: None,
     ) -> tuple[torch.Tensor, ...]:
         """The outputs, from the values ``given`` and, for values in neither these nor a call, ``source``.
 
-        ``check`` is called before every call.
+        ``check`` is called before every call. ``stand_ins`` names, by region, the variant that serves its
+        calls in this step; ``record`` is given every measured value.
         """
+        executors = {region: self._variants[variant] for region, variant in (stand_ins or {}).items()}
         values = dict(given)
         pace = _Pace(self._device)
         for call, dead in zip(self._calls, self._dead, strict=True):
@@ -87,8 +113,11 @@ class Runner:
             # Before the call, so that an executor which consumes its inputs can free them early.
             for name in dead:
                 del values[name]
-            values.update((name, value) for name, value in call.run(inputs) if name in self._read)
-            del inputs
+            made = dict(call.run(inputs, executors.get(call.region)))
+            for name in self._measures.intersection(made):
+                record(name, made[name])
+            values.update((name, value) for name, value in made.items() if name in self._read)
+            del inputs, made
             pace.advance()
         check()
         return tuple(values[name] if name in values else source[name] for name in self._outputs)

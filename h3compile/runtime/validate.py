@@ -39,8 +39,8 @@ def check_attention_kwargs(kwargs: Mapping[str, object] | None) -> None:
 
 def check_shapes(
     ports: Sequence[PortRecord], dims: Mapping[str, DimRecord], given: Mapping[str, object]
-) -> None:
-    """Refuses inputs whose ranks, widths or row counts are not what the ports and each other say.
+) -> dict[str, int]:
+    """The free lengths by name, once ranks, widths and row counts are what the ports and each other say.
 
     ``dims`` gives the legal range of every length by its name.
     """
@@ -67,6 +67,7 @@ def check_shapes(
                     "it comes from another model or another packing",
                 )
     _check_sum(lengths, given)
+    return {name: length for name, (length, _) in lengths.items()}
 
 
 def check_layout(values: Mapping[str, torch.Tensor]) -> None:

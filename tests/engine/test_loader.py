@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from h3compile.engine.layout import view
 from h3compile.engine.loader import open_engine
 from h3compile.engine.manifest import fingerprint_of
+from h3compile.engine.writer import EngineWriter
 from h3compile.errors import CheckpointError, EngineError
+from h3compile.program.conditions import Noisier, Shorter
 
 if TYPE_CHECKING:
     from conftest import Toy
@@ -37,6 +39,11 @@ def edit(path: Path, change: Callable[[dict], object], *, sign: bool = True) -> 
     if sign:
         record["fingerprint"] = fingerprint_of(record)
     (path / "engine.json").write_text(json.dumps(record))
+
+
+def varied(region: str = "block", **when: object) -> dict[str, object]:
+    """The variants of a manifest: ``region`` for ``block``."""
+    return {"block": [{"region": region, "when": {"kind": "noisier", "than": 0.9, **when}}]}
 
 
 def refused(path: Path, message: str, **options: object) -> EngineError:
@@ -183,7 +190,7 @@ def test_a_path_out_of_the_engine_is_refused(toy: Toy, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r.update(schema_version=2), r"built by a newer h3compile \(schema 2, not 1\): upgrade h3"),
+        (lambda r: r.update(schema_version=3), r"built by a newer h3compile \(schema 3, not 2\): upgrade h3"),
         (lambda r: r.update(schema_version=0), "is not the record of an engine"),
         (lambda r: r.pop("schema_version"), "is not the record of an engine"),
         (lambda r: r.update(novelty=1), "a field this h3compile does not know: novelty"),
@@ -192,6 +199,19 @@ def test_a_path_out_of_the_engine_is_refused(toy: Toy, name: str) -> None:
         (lambda r: r.update(dims=[]), r"has a wrong value in dims \("),
         (lambda r: r.update(pending=["blok"]), "waits for a region 'blok' that it does not have"),
         (lambda r: r["regions"][0].update(graph="regions/b.json"), "refers to regions/b.json, which is not"),
+        (lambda r: r.update(variants=varied("blok")), "has variants of block and no region 'blok'"),
+        (lambda r: r.update(variants={"blok": []}), "has variants of blok and no region 'blok'"),
+        (lambda r: r.update(variants=varied(kind="later")), "has a wrong value in variants.block.0.when"),
+        (lambda r: r.update(variants=varied(dim="rows")), "does not know: variants.block.0.when.noisier.dim"),
+        (
+            lambda r: r.update(variants=varied(than=1.5)),
+            "has a wrong value in variants.block.0.when.noisier.than",
+        ),
+        (
+            lambda r: r.update(variants=varied(kind="shorter", dim="rows", than=0)),
+            "has a wrong value in variants.block.0.when.shorter.than",
+        ),
+        (lambda r: r.update(measures=["z"]), "keeps a value 'z' that no call makes"),
     ],
 )
 def test_a_manifest_that_cannot_be_used(toy: Toy, change: Callable[[dict], object], message: str) -> None:
@@ -323,3 +343,35 @@ def test_opening_executes_and_unpickles_nothing(toy: Toy) -> None:
         assert {"pickle.find_class", "compile"} <= set(seen)  # the hook does see such things
     finally:
         watching[0] = False
+
+
+def test_variants_and_measures_come_back(toy: Toy) -> None:
+    other = {**toy.manifest().regions[0].model_dump(), "name": "block.dense"}
+    when = [{"kind": "shorter", "dim": "rows", "than": 16}, {"kind": "noisier", "than": 0.97}]
+    fields = {
+        "regions": [toy.manifest().regions[0].model_dump(), other],
+        "variants": {"block": [{"region": "block.dense", "when": condition} for condition in when]},
+        "measures": ["y"],
+    }
+    with EngineWriter(toy.path) as writer:
+        toy.write_region(writer)
+        written = writer.commit(toy.manifest(**fields))
+    read = open_engine(toy.path).manifest
+    assert read == written and read.schema_version == 2
+    assert [variant.condition for variant in read.variants["block"]] == [Shorter("rows", 16), Noisier(0.97)]
+    # Part of what was asked for, so another choice is another engine.
+    later = written.model_copy(update={"variants": {"block": written.variants["block"][:1]}})
+    assert later.resolved_fingerprint() != written.fingerprint
+    assert written.model_copy(update={"measures": ()}).resolved_fingerprint() != written.fingerprint
+
+
+def test_an_engine_of_the_schema_before_variants_has_none(toy: Toy) -> None:
+    toy.write()
+
+    def older(record: dict) -> None:
+        record["schema_version"] = 1
+        del record["variants"], record["measures"]
+
+    edit(toy.path, older)
+    engine = open_engine(toy.path)
+    assert (engine.manifest.variants, engine.manifest.measures) == ({}, ())

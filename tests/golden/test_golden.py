@@ -23,11 +23,17 @@ def test_the_current_schema_has_its_golden_engine() -> None:
 def test_it_loads_and_answers_as_it_did(engine: Path) -> None:
     kept = load_file(engine.with_suffix(".safetensors"))
     outputs = {name: kept.pop(name) for name in ("sample", "audio_sample")}
+    tiles = kept.pop("tiles", None)  # since schema 2
     module = h3compile.load(engine, device="cpu")
     for (name, reference), value in zip(outputs.items(), module(**kept, return_dict=False), strict=True):
         # Another torch or CPU may round otherwise; a wrong weight or table is off by far more.
         assert distance(value, reference) < 2**-6, name
     assert module.stats.table_hits == 1 and module.stats.table_misses == 1
+    if tiles is None:
+        assert module.measured() == ()
+        return
+    (step,) = module.measured()
+    assert torch.equal(torch.stack(list(step.values.values())), tiles)
 
 
 @pytest.mark.parametrize("engine", GOLDEN, ids=lambda path: path.stem)
@@ -35,6 +41,10 @@ def test_the_check_can_fail(engine: Path) -> None:
     kept = load_file(engine.with_suffix(".safetensors"))
     reference = kept.pop("sample")
     kept.pop("audio_sample")
+    tiles = kept.pop("tiles", None)
     kept["timestep"] = torch.tensor([0.95, 0.999])
-    value, _ = h3compile.load(engine, device="cpu")(**kept, return_dict=False)
+    module = h3compile.load(engine, device="cpu")
+    value, _ = module(**kept, return_dict=False)
     assert distance(value, reference) > 2**-6
+    for step in module.measured():
+        assert tiles is not None and not torch.equal(torch.stack(list(step.values.values())), tiles)

@@ -14,9 +14,11 @@ from torch import fx
 from h3compile.errors import BuildError
 from h3compile.pipeline.base import Match, Pass, Rewrite, Tier
 from h3compile.pipeline.manager import Manager
+from h3compile.program.conditions import Noisier, Shorter
 from h3compile.program.peel import peel
 from h3compile.program.program import Level, Program
 from h3compile.program.stages import Stage
+from h3compile.program.variants import add_variant
 from h3compile.program.verifier import VerificationError
 from h3compile.program.weights import Load
 from h3compile.targets import Target, find_target
@@ -263,6 +265,16 @@ def test_weights_edited_in_place(toy: Program) -> None:
         return program
 
     program = toy.evolve(weights=dict(toy.weights))
+    caught(program, planted(rewrite), "pass 'plant' edited the program it was given")
+
+
+def test_variants_edited_in_place(toys: SimpleNamespace) -> None:
+    def rewrite(program: Program) -> Program:
+        program.variants["block"] = program.variants["block"][:1]  # type: ignore[index]
+        return program
+
+    counted = toys.counted()
+    program = add_variant(counted, "block", toys.dense(counted), Shorter("rows", 4), Noisier(0.9))
     caught(program, planted(rewrite), "pass 'plant' edited the program it was given")
 
 

@@ -149,6 +149,42 @@ def toy() -> Program:
     )
 
 
+def counting(old: Region, name: str, skipped: int, considered: int) -> Region:
+    """A copy of ``old`` that also returns these two counts, int32 [2]."""
+    made, _ = copied(old)
+    output = next(iter(reversed(made.graph.nodes)))
+    first = next(iter(made.graph.nodes))
+    with made.graph.inserting_before(output):
+        parts = [
+            made.graph.call_function(aten.new_full.default, (first, [1], count), {"dtype": torch.int32})
+            for count in (skipped, considered)
+        ]
+        counts = made.graph.call_function(aten.cat.default, (parts,))
+    output.args = ((*output.args[0], counts),)
+    outputs = (*made.outputs, Port(counts.name, torch.int32, (2,)))
+    return replace(made, name=name, outputs=outputs)
+
+
+def counted() -> Program:
+    """`toy` whose blocks each report that they skipped 1 of 4 tiles."""
+    made = toy()
+    block = counting(made.regions["block"], "block", 1, 4)
+    calls = [
+        replace(item, outputs=(*item.outputs, f"tiles{item.index}")) if item.region == "block" else item
+        for item in made.calls
+    ]
+    regions = {**made.regions, "block": block}
+    return verify(made.evolve(regions=regions, calls=tuple(calls), measures=("tiles0", "tiles1")))
+
+
+def dense(made: Program, name: str = "block.dense") -> Region:
+    """Another form of the block of `counted`: it skips nothing, and has relu where the block has silu."""
+    form = counting(toy().regions["block"], name, 0, 0)
+    up = [node for node in form.graph.nodes if node.target is aten.silu.default][-1]
+    up.target = aten.relu.default
+    return replace(form, inputs=made.regions["block"].inputs, weights=made.regions["block"].weights)
+
+
 def tensors(made: Program, seed: int = 0) -> dict[str, torch.Tensor]:
     """A value for every weight of ``made``."""
     generator = torch.Generator().manual_seed(seed)

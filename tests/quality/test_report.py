@@ -351,3 +351,20 @@ def test_a_programs_weights_count_in_the_stage_that_reads_them_most() -> None:
 def test_weights_after_can_be_given_where_the_manifest_has_none(tmp_path: Path) -> None:
     text = report(tmp_path, manifest_of(partitions={}, weights="none"), weights_after={"step": 2**30})
     assert Page(text).row("step")[2:4] == ["61.7 GiB", "1.0 GiB"]
+
+
+def test_a_variant_says_for_whom_and_when(tmp_path: Path) -> None:
+    plain = manifest_of()
+    block = next(region for region in plain.regions if region.name == "block")
+    dense = block.model_copy(update={"name": "block.dense"})
+    when = ({"kind": "shorter", "dim": "rows", "than": 16}, {"kind": "noisier", "than": 0.97})
+    varied = manifest_of(
+        regions=(dense, *plain.regions),  # on purpose before the region it stands in for
+        variants={"block": [{"region": "block.dense", "when": condition} for condition in when]},
+    )
+    rows = Page(report(tmp_path, varied)).rows
+    names = [row[0] for row in rows if row and row[0] in ("block.schedule", "block", "block.dense")]
+    assert names == ["block.schedule", "block", "block.dense"]
+    base, variant = (next(row for row in rows if row and row[0] == name) for name in names[1:])
+    assert (base[1:3], base[4]) == (["50", "step"], variant[4])
+    assert variant[1:3] == ["50", "step for block when rows < 16 or sigma > 0.97"]

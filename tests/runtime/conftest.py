@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from h3compile.engine.manifest import (
     CallRecord,
     DimRecord,
     Manifest,
+    NoisierRecord,
     PartitionRecord,
     PortRecord,
     RegionRecord,
+    ShorterRecord,
     TableRecord,
+    VariantRecord,
 )
 from h3compile.engine.writer import EngineWriter
 from h3compile.program.region import Port, Region
@@ -64,8 +68,12 @@ def _region(
     return Region(name, graph, tuple(inputs), tuple(weights), tuple(outputs))
 
 
-def regions() -> dict[str, Region]:
-    """The toy's regions; `reference` computes the same by hand."""
+def regions(varied: bool = False) -> dict[str, Region]:
+    """The toy's regions; `reference` computes the same by hand.
+
+    With ``varied`` a block reports that it skipped 1 of 4 tiles, and there is ``block.dense``: it skips none
+    and subtracts where the block adds.
+    """
 
     def schedule(op, t, frequencies, out):
         e = op(aten.silu.default, (op(aten.mul.Tensor, (op(aten.unsqueeze.default, (t, 1)), frequencies)),))
@@ -90,7 +98,7 @@ def regions() -> dict[str, Region]:
         packed = op(aten.index_copy.default, (packed, 1, v, op(aten.linear.default, (video, proj))))
         return (op(aten.index_copy.default, (packed, 1, a, op(aten.linear.default, (audio, audio_proj)))),)
 
-    def block(op, x, cos, indices, tags, table, weight):
+    def block(op, x, cos, indices, tags, table, weight, *, join=aten.add.Tensor, tiles=()):
         row = op(aten.add.Tensor, (op(aten.mul.Tensor, (indices, 3)), tags))
         shift, scale = (
             op(aten.slice.Tensor, (op(aten.index_select.default, (table, 0, row)), 1, i * H, (i + 1) * H))
@@ -98,7 +106,10 @@ def regions() -> dict[str, Region]:
         )
         y = op(aten.add.Tensor, (op(aten.mul.Tensor, (x, op(aten.add.Scalar, (scale, 1.0)))), shift))
         y = op(aten.mul.Tensor, (op(aten.linear.default, (y, weight)), cos))
-        return (op(aten.add.Tensor, (x, y)),)
+        if not tiles:
+            return (op(join, (x, y)),)
+        counts = [op(aten.new_full.default, (x, [1], n), {"dtype": torch.int32}) for n in tiles]
+        return op(join, (x, y)), op(aten.cat.default, (counts,))
 
     def head(op, x, indices, v, a, table, proj, audio_proj):
         y = op(aten.add.Tensor, (x, op(aten.index_select.default, (table, 0, indices))))
@@ -151,7 +162,17 @@ def regions() -> dict[str, Region]:
             head,
         ),
     )
-    return {region.name: region for region in made}
+    found = {region.name: region for region in made}
+    if varied:
+        ports = (
+            found["block"].inputs,
+            found["block"].weights,
+            [hidden("y"), Port("tiles", torch.int32, (2,))],
+        )
+        found["block"] = _region("block", *ports, partial(block, tiles=(1, 4)))
+        dense = partial(block, join=aten.sub.Tensor, tiles=(0, 0))
+        found["block.dense"] = _region("block.dense", *ports, dense)
+    return found
 
 
 SCHEDULE = (
@@ -173,6 +194,13 @@ STEP = (
     ("head", 0, ("x_2", "timestep_indices", "video_indices", "audio_indices", "out"), ("sample", "audio")),
 )
 TABLES = ("out", "table_0", "table_1")
+MEASURES = ("tiles_0", "tiles_1")
+VARIANTS = {
+    "block": (
+        VariantRecord(region="block.dense", when=ShorterRecord(dim="rows", than=8)),
+        VariantRecord(region="block.dense", when=NoisierRecord(than=0.9)),
+    )
+}
 
 Weights = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -189,8 +217,10 @@ def toy_weights(seed: int = 0) -> Weights:
     }
 
 
-def reference(weights: Weights, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The toy in plain torch, every timestep evaluated alone."""
+def reference(
+    weights: Weights, given: Mapping[str, torch.Tensor], sign: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The toy in plain torch, every timestep evaluated alone; with ``sign`` -1 its blocks are dense."""
     linear = torch.nn.functional.linear
     out, tables = [], ([], [])
     for t in given["timestep"].float().split(1):
@@ -212,7 +242,7 @@ def reference(weights: Weights, given: Mapping[str, torch.Tensor]) -> tuple[torc
     for i in (0, 1):
         row = torch.cat(tables[i])[given["timestep_indices"] * 3 + given["token_tags"]]
         y = x * (row[:, H:] + 1.0) + row[:, :H]
-        x = x + linear(y, weights[f"block.{i}"]["weight"]) * cos
+        x = x + sign * (linear(y, weights[f"block.{i}"]["weight"]) * cos)
     x = x + torch.cat(out)[given["timestep_indices"]]
     head = weights["head.0"]
     return (
@@ -261,11 +291,12 @@ class Toy:
     timesteps: tuple[float, ...] = ()  # folded at build
     fold: bool = True
     hoist: bool = True
+    varied: bool = False  # with VARIANTS and MEASURES
     changes: Mapping[str, object] = field(default_factory=dict)  # over the manifest
 
     def write(self, path: Path) -> Path:
         """The engine at ``path``, written through the engine writer."""
-        made = regions()
+        made = regions(self.varied)
         with EngineWriter(path) as writer:
             records = []
             for region in made.values():
@@ -296,6 +327,8 @@ class Toy:
                 regions=tuple(records),
                 calls=tuple(self._calls()),
                 tables=TABLES if self.fold else (),
+                variants=VARIANTS if self.varied else {},
+                measures=MEASURES if self.varied else (),
                 partitions=partitions,
                 passes=(),
                 backend="eager",
@@ -314,6 +347,8 @@ class Toy:
         for stage, calls in stages:
             hoisted = {"schedule": self.fold, "request": self.hoist}.get(stage, True)
             for region, index, inputs, outputs in calls:
+                if self.varied and region == "block":
+                    outputs = (*outputs, MEASURES[index])
                 yield CallRecord(
                     region=region,
                     index=index,
@@ -390,3 +425,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixed = {call: one[call] if call.startswith(("embed", "refine")) else other[call] for call in one}
     toy = Toy(partitions={"transformer": one, "transformer_ref": mixed}, timesteps=(0.0, 0.25, 0.5))
     return toy.write(tmp_path_factory.mktemp("toy") / "toy.h3e")
+
+
+@pytest.fixture(scope="session")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy whose blocks are dense below 8 rows and above sigma 0.9, and count tiles elsewhere."""
+    return Toy(varied=True).write(tmp_path_factory.mktemp("varied") / "toy.h3e")

@@ -26,7 +26,7 @@ class Chain:
             self.ran.append(target)
             return (arguments[0] + 1,)
 
-        return BoundCall(target, (source,), (target,), Executor(target, run), ())
+        return BoundCall(target, target, (source,), (target,), Executor(target, run), ())
 
     def values(self) -> dict[str, float]:
         def check() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def call(name: str, inputs: str, outputs: str, run=None) -> BoundCall:
     def add(arguments):
         return tuple(sum(arguments) + i for i in range(len(outputs.split())))
 
-    return BoundCall(name, tuple(inputs.split()), tuple(outputs.split()), Executor(name, run or add), ())
+    executor = Executor(name, run or add)
+    return BoundCall(name, name, tuple(inputs.split()), tuple(outputs.split()), executor, ())
 
 
 def test_calls_run_in_order_and_outputs_come_back() -> None:
@@ -73,3 +75,37 @@ def test_a_stop_is_obeyed_between_two_calls() -> None:
     with pytest.raises(Interrupted):
         runner.run({"v0": torch.tensor(0.0)}, {}, check)
     assert len(ran) == 2
+
+
+def test_a_stand_in_serves_all_calls_of_its_region_in_one_run() -> None:
+    def twice(arguments):
+        return (arguments[0] * 2,)
+
+    base = call("f", "x", "a")
+    calls = [base, replace(base, name="f.1", inputs=("a",), outputs=("b",)), call("g", "b", "c")]
+    runner = Runner(calls, ["c"], CPU, variants={"f.twice": Executor("f.twice", twice)})
+
+    def run(**stand_ins: str) -> float:
+        return float(runner.run({"x": torch.tensor(3.0)}, {}, lambda: None, stand_ins=stand_ins)[0])
+
+    assert (run(), run(f="f.twice"), run()) == (3.0, 12.0, 3.0)
+
+
+def test_measures_are_recorded_when_they_are_made_and_not_held() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    recorded: list[tuple[str, float, int]] = []
+
+    def run(arguments):
+        assert all(ref() is None for ref in made)
+        count = arguments[0] * 10
+        made.append(weakref.ref(count))
+        return arguments[0] + 1, count
+
+    calls = [call(str(i), f"v{i}", f"v{i + 1} n{i}", run) for i in range(3)]
+    Runner(calls, ["v3"], CPU, measures=["n0", "n2"]).run(
+        {"v0": torch.tensor(1.0)},
+        {},
+        lambda: None,
+        record=lambda name, value: recorded.append((name, float(value), len(made))),
+    )
+    assert recorded == [("n0", 10.0, 1), ("n2", 30.0, 3)]
