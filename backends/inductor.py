@@ -31,6 +31,7 @@ from h3compile.backends.inductor_kernels import collect_kernels, needs_tuning
 from h3compile.backends.inductor_options import PORTABLE_FEATURES, InductorOptions, settings_for
 from h3compile.backends.inductor_shapes import Length, SymbolicInputs, at_largest, fake_values, lengths_of
 from h3compile.backends.inductor_source import launch_sequence
+from h3compile.backends.operators import Bound, Times, bind_operators
 from h3compile.engine.artifact import (
     INFO_FILE,
     SOURCE_FILE,
@@ -40,7 +41,7 @@ from h3compile.engine.artifact import (
     LengthInfo,
     LibraryInfo,
 )
-from h3compile.engine.machine import cpu_features, device_arch, python_abi, torch_release
+from h3compile.engine.machine import cpu_features, device_arch, kernel_arch, python_abi, torch_release
 from h3compile.errors import BuildError
 
 __all__ = ["LARGEST_LENGTH", "CompiledRegion", "InductorOptions", "compile_region"]
@@ -159,6 +160,7 @@ def _info(
     graph: fx.Graph,
     options: InductorOptions,
     kernels: dict[str, LibraryInfo | CubinInfo],
+    own: Bound,
     device: torch.device,
 ) -> ArtifactInfo:
     aligned = set(code.inputs_to_check)
@@ -187,6 +189,8 @@ def _info(
         # How many processes compiled it says nothing about the code.
         options={key: value for key, value in dataclasses.asdict(options).items() if key != "workers"},
         kernels=kernels,
+        operators=own.operators,
+        variants=dict(own.variants),
     )
 
 
@@ -197,13 +201,17 @@ def compile_region(
     output: Path,
     largest: Mapping[str, int] | None = None,
     options: InductorOptions | None = None,
+    providers: Mapping[str, str] | None = None,
+    times: Times | None = None,
 ) -> CompiledRegion:
     """Compile ``graph_module`` for ``device`` into the new folder ``output``.
 
     The placeholders carry fake tensors in ``meta["val"]``; their dtypes, strides and symbolic sizes are
     those of the inputs, weights included. The output is a tuple of tensors. Every symbolic size stays
     free from 1 to ``largest`` (by name, else `LARGEST_LENGTH`); on a GPU a smaller limit lets kernels
-    index with 32 bits. The program's own symbols are never touched.
+    index with 32 bits. The program's own symbols are never touched. On a GPU our own operators get the
+    fastest legal provider, or the one that ``providers`` names by operator; ``times``
+    keeps what was measured from one region to the next.
 
     Raises `BuildError` naming the length when the code would only be right for some legal lengths, and
     when the region cannot be kept without its compiler.
@@ -218,12 +226,24 @@ def compile_region(
     settings = settings_for(options, target)
     with _workers_stopped(target):
         code, inputs = _compile_free(graph_module, values, lengths, settings, options, target)
-        sequence, loaded = launch_sequence(code.source_code), _globals_of(code)
+        output.mkdir(parents=True)
+        own = Bound((), {})
+        if target.type == "cuda":
+            arch = kernel_arch(target)
+            own = bind_operators(
+                graph_module,
+                arch=arch,
+                named=providers or {},
+                times={} if times is None else times,
+                device=target,
+                output=output,
+            )
+        names = {operator.name for operator in own.operators}
+        sequence, loaded = launch_sequence(code.source_code, names), _globals_of(code)
         if needs_tuning(loaded, sequence.kernels):
             _tune(code, inputs, lengths)
-        output.mkdir(parents=True)
         kernels = collect_kernels(loaded, sequence.kernels, output)
-    info = _info(code, inputs, graph_module.graph, options, kernels, target)
+    info = _info(code, inputs, graph_module.graph, options, kernels, own, target)
     (output / SOURCE_FILE).write_text(sequence.source)
     (output / INFO_FILE).write_text(info.model_dump_json(indent=1) + "\n")
     size = sum(file.stat().st_size for file in output.iterdir())

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from h3compile.engine.artifact import OWN_OPERATORS, operator_global
 from h3compile.errors import BuildError
 
 __all__ = ["LaunchSequence", "launch_sequence"]
@@ -139,11 +140,19 @@ def _device_indices(tree: ast.AST) -> Iterator[ast.expr]:
             yield from (word.value for word in node.keywords if word.arg == "index")
 
 
-def launch_sequence(source: str) -> LaunchSequence:
+def _own_operator(node: ast.expr) -> str | None:
+    """``attention.default`` for the expression ``torch.ops.h3compile.attention.default``."""
+    spelled = ast.unparse(node)
+    name = spelled.removeprefix(OWN_OPERATORS)
+    return name if name != spelled and name.count(".") == 1 else None
+
+
+def launch_sequence(source: str, bound: Collection[str] = ()) -> LaunchSequence:
     """The launch sequence in the module ``source`` that Inductor wrote.
 
-    Literal device indices become the global ``device_index``. Raises `BuildError` when the module has
-    no `call`, or uses something that only exists where a compiler runs.
+    Calls of the operators ``bound`` become calls of globals, see `operator_global`; literal device
+    indices become the global ``device_index``. Raises `BuildError` when the module has no `call`, or uses
+    something that only exists where a compiler runs.
     """
     tree = ast.parse(source)
     editor = _Editor(source)
@@ -162,6 +171,8 @@ def launch_sequence(source: str) -> LaunchSequence:
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == _EXTERNAL:
                 editor.replace(node, _external(node.attr, imports))
+            elif isinstance(node, ast.Attribute) and (name := _own_operator(node)) in bound:
+                editor.replace(node, operator_global(str(name)))
         for literal in _device_indices(statement):
             editor.replace(literal, "device_index")
     parts = []

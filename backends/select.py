@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from h3compile.backends.base import Backend
 from h3compile.errors import BuildError, nearest
@@ -11,6 +12,9 @@ from h3compile.program.facts import Dim
 from h3compile.program.logs import silenced
 from h3compile.program.propagate import propagate
 from h3compile.program.region import Region
+
+if TYPE_CHECKING:
+    from h3compile.backends.operators import Times
 
 __all__ = ["BACKENDS", "select"]
 
@@ -23,7 +27,14 @@ class _Eager:
     name = "eager"
     lowers = False
 
-    def lower(self, region: Region, dims: Sequence[Dim], device: str, output: Path) -> None:
+    def lower(
+        self,
+        region: Region,
+        dims: Sequence[Dim],
+        device: str,
+        output: Path,
+        providers: Mapping[str, str],
+    ) -> None:
         raise BuildError("the eager backend lowers nothing")
 
 
@@ -33,7 +44,17 @@ class _Inductor:
     name = "inductor"
     lowers = True
 
-    def lower(self, region: Region, dims: Sequence[Dim], device: str, output: Path) -> None:
+    def __init__(self) -> None:
+        self._times: Times = {}
+
+    def lower(
+        self,
+        region: Region,
+        dims: Sequence[Dim],
+        device: str,
+        output: Path,
+        providers: Mapping[str, str],
+    ) -> None:
         # Here and not above: importing Inductor takes seconds that other commands should not pay.
         from h3compile.backends.inductor import compile_region
 
@@ -41,7 +62,7 @@ class _Inductor:
         largest = {dim.name: dim.largest for dim in dims}
         # It warns of a CUDA toolkit without a GPU: what a machine that only builds looks like.
         with silenced("torch.utils.cpp_extension"):
-            compile_region(module, device=device, output=output, largest=largest)
+            compile_region(module, device=device, output=output, largest=largest, providers=providers)
 
 
 def select(name: str) -> Backend:

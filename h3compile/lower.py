@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import h3compile.ops  # noqa: F401  graphs name our operators
 from h3compile.backends.base import Backend
 from h3compile.backends.select import select
+from h3compile.engine.artifact import read_info
 from h3compile.engine.loader import EngineFolder, open_engine
 from h3compile.engine.manifest import ArtifactRecord
 from h3compile.engine.records import dims_of
@@ -44,18 +46,32 @@ def lower(
     target: Target,
     writer: EngineWriter,
     progress: Progress,
+    providers: Mapping[str, str],
 ) -> Lowered:
-    """Lower ``regions`` one by one and add their artifacts to the engine being written."""
+    """Lower ``regions`` one by one and add their artifacts to the engine being written.
+
+    ``providers`` names, by operator, who must compute it on a GPU.
+    """
     artifacts: dict[str, ArtifactRecord] = {}
     with _scratch() as scratch:
         for region in regions:
             folder = scratch / region.name
-            backend.lower(region, dims, target.kind, folder)
+            backend.lower(region, dims, target.kind, folder, providers)
             path = f"regions/{region.name}.{backend.name}"
             writer.add_folder(path, folder)
-            artifacts[region.name] = ArtifactRecord(backend=backend.name, target=target.name, path=path)
+            artifacts[region.name] = ArtifactRecord(
+                backend=backend.name, target=target.name, path=path, providers=_providers(folder)
+            )
             progress.advance()
     return Lowered(artifacts, ())
+
+
+def _providers(folder: Path) -> dict[str, str]:
+    """Who computes each of our operators in the artifact at ``folder``."""
+    return {
+        f"{entry.name}[{entry.variant}]" if entry.variant else entry.name: entry.provider
+        for entry in read_info(folder).operators
+    }
 
 
 @contextmanager
@@ -101,7 +117,8 @@ def finalize(path: Path | str, *, again: bool = False, progress: Progress | None
         stale = tuple(f"{artifact.path}/" for artifact in old.values())
         kept = {name: record for name, record in manifest.files.items() if not name.startswith(stale)}
         writer.adopt(path, kept)
-        lowered = lower(regions, dims_of(manifest), select(manifest.backend), target, writer, progress)
+        backend, providers = select(manifest.backend), manifest.providers
+        lowered = lower(regions, dims_of(manifest), backend, target, writer, progress, providers)
         finished = tuple(
             record.model_copy(update={"artifact": lowered.artifacts.get(record.name, record.artifact)})
             for record in manifest.regions

@@ -17,10 +17,12 @@ from torch import Tensor
 from h3compile.engine.artifact import (
     ALIGNMENT,
     FORMAT,
+    OWN_OPERATORS,
     SOURCE_FILE,
     ArtifactInfo,
     CubinInfo,
     LibraryInfo,
+    operator_global,
     read_info,
 )
 from h3compile.engine.machine import cpu_features, device_arch, python_abi, torch_release
@@ -161,6 +163,14 @@ def load_artifact(path: Path, device: torch.device | str) -> RegionFunction:
     except OSError as error:
         raise EngineError(f"region {path.name} is incomplete ({error})", "build the engine again") from error
     namespace.update(kernels)
+    if info.operators:
+        # Here and not above: a region without our operators needs none of their code.
+        from h3compile.runtime.operators import bound_operators
+
+        bound = bound_operators(info, path, device)
+        namespace.update((operator_global(name), function) for name, function in bound.items())
+    elif OWN_OPERATORS in source:
+        import h3compile.ops  # noqa: F401  its references are what the launch sequence calls
     exec(compile(source, str(path / SOURCE_FILE), "exec"), namespace)
     call = namespace["call"]
     assert callable(call)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import h3compile.ops  # noqa: F401  graphs name our operators
 from h3compile.engine.manifest import RegionRecord
 from h3compile.errors import EngineError
 from h3compile.program.region import Region

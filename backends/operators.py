@@ -1,0 +1,261 @@
+"""Our operators in a region: who computes each, and the kernels that takes.
+
+A provider's launch code is run on the fake values of the region's graph: what it would launch is what
+has to be compiled. Among several legal providers the fastest is taken, by measurement on the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from h3compile.engine.artifact import OperatorInfo, VariantInfo
+from h3compile.errors import BuildError
+from h3compile.ops import OPERATORS
+from h3compile.ops.cubin import Kernels
+from h3compile.ops.launch import Binary, Launch, Spec
+from h3compile.ops.operator import Operand, Operator, Provider
+
+__all__ = ["Bound", "Times", "bind_operators", "specs_of"]
+
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Who computes which operator of a region, and the compiled variants they launch, by key."""
+
+    operators: tuple[OperatorInfo, ...]
+    variants: Mapping[str, VariantInfo]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One static shape of an operator in a region, with operands to stand for it."""
+
+    operator: Operator
+    variant: str
+    operands: tuple[Operand, ...]
+
+
+def specs_of(operator: Operator, provider: Provider, arch: str, operands: Sequence[Operand]) -> list[Spec]:
+    """The variants that ``provider`` launches for ``operands``, which may be fake."""
+    found: dict[Spec, None] = {}
+
+    def note(launch: Launch) -> None:
+        names = {name for name, _ in launch.spec.types}
+        if len(launch.arguments) != len(names):
+            raise BuildError(
+                f"{operator.name} passes {len(launch.arguments)} arguments to {launch.spec.kernel}"
+            )
+        for name, value in launch.spec.constants:
+            if isinstance(value, torch.SymInt):
+                raise BuildError(f"{name} of {launch.spec.kernel} depends on a row count")
+        found[launch.spec] = None
+
+    provider.launch(note, arch, *operands)
+    return list(found)
+
+
+# (operator, static shape, providers) -> milliseconds by provider.
+Times = dict[tuple[str, str, tuple[str, ...]], dict[str, float | None]]
+
+
+def bind_operators(
+    module: fx.GraphModule,
+    *,
+    arch: str,
+    named: Mapping[str, str],
+    times: Times,
+    device: torch.device,
+    output: Path,
+) -> Bound:
+    """Choose a provider for every operator of ours in ``module`` and compile its kernels into ``output``.
+
+    The nodes carry fake values in ``meta["val"]``. ``named`` maps an operator (``attention``) to the
+    provider it must have; ``times`` holds what was measured for other regions, and is added to. Raises
+    `BuildError` when a named provider is not legal, and when none is.
+    """
+    variants: dict[str, VariantInfo] = {}
+    compiled: dict[str, Spec] = {}
+    infos = []
+    for use in _uses(module):
+        candidates = _legal(use, arch, named)
+        for provider in candidates:
+            with _fake_mode(use.operands):
+                specs = specs_of(use.operator, provider, arch, use.operands)
+            for spec in specs:
+                if spec.key not in compiled:
+                    compiled[spec.key] = spec
+                    variants[spec.key] = _compiled(spec, arch, output)
+        names = tuple(provider.name for provider in candidates)
+        key = (use.operator.name, use.variant, names)
+        if len(candidates) == 1:
+            times[key] = {names[0]: None}
+        elif key not in times:
+            times[key] = _measured(use, candidates, variants, arch, device, output)
+        found = times[key]
+        chosen = min(found, key=lambda name: found[name] or 0.0)
+        infos.append(OperatorInfo(name=use.operator.name, variant=use.variant, provider=chosen, ms=found))
+    return Bound(tuple(infos), _kept(module, infos, variants, arch, output))
+
+
+def _kept(
+    module: fx.GraphModule,
+    infos: Sequence[OperatorInfo],
+    variants: Mapping[str, VariantInfo],
+    arch: str,
+    output: Path,
+) -> dict[str, VariantInfo]:
+    """The variants that the chosen providers launch; the files of the others are removed."""
+    chosen = {(info.name, info.variant): info.provider for info in infos}
+    keys: dict[str, None] = {}
+    for use in _uses(module):
+        name = chosen[use.operator.name, use.variant]
+        provider = next(provider for provider in use.operator.providers if provider.name == name)
+        with _fake_mode(use.operands):
+            keys.update((spec.key, None) for spec in specs_of(use.operator, provider, arch, use.operands))
+    for key, info in variants.items():
+        if key not in keys:
+            (output / info.file).unlink()
+    return {key: variants[key] for key in keys}
+
+
+def _uses(module: fx.GraphModule) -> Iterator[_Use]:
+    by_target = {operator.target: operator for operator in OPERATORS}
+    seen: set[tuple[str, str]] = set()
+    for node in module.graph.nodes:
+        operator = by_target.get(node.target)
+        if operator is None:
+            continue
+        # Defaults are left out of a graph.
+        given = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        operands = _bound(operator, given[0], given[1])
+        variant = operator.variant(*operands)
+        if (operator.name, variant) not in seen:
+            seen.add((operator.name, variant))
+            yield _Use(operator, variant, operands)
+
+
+def _bound(operator: Operator, args: Sequence[Operand], kwargs: Mapping[str, Operand]) -> tuple[Operand, ...]:
+    arguments = operator.target._schema.arguments
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    return tuple(values.get(argument.name, argument.default_value) for argument in arguments)
+
+
+def _legal(use: _Use, arch: str, named: Mapping[str, str]) -> list[Provider]:
+    base = use.operator.name.partition(".")[0]
+    wanted = named.get(base)
+    with _fake_mode(use.operands):
+        reasons = {p.name: p.illegal(arch, *use.operands) for p in use.operator.providers}
+    legal = [p for p in use.operator.providers if reasons[p.name] is None]
+    if wanted is not None:
+        legal = [p for p in legal if p.name == wanted]
+        if not legal:
+            reason = reasons.get(wanted, f"it does not implement {use.operator.name}")
+            raise BuildError(
+                f"provider {wanted!r} cannot serve {use.operator.name} on {arch}: {reason}",
+                f"leave out --provider {base}={wanted}, or name another",
+            )
+    if not legal:
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it has none"
+        raise BuildError(
+            f"no provider can serve {use.operator.name} on {arch} ({told})",
+            "take out the pass that asks for it",
+        )
+    return legal
+
+
+def _compiled(spec: Spec, arch: str, output: Path) -> VariantInfo:
+    # Here and not above: a region without our operators needs no Triton.
+    from h3compile.ops.kernels.compile import compile_spec, usage
+
+    cubin = compile_spec(spec, arch)
+    file = f"{spec.key}.cubin"
+    (output / file).write_bytes(cubin.code)
+    used = usage(cubin.code)
+    return VariantInfo(
+        file=file,
+        kernel=spec.kernel,
+        entry=cubin.entry,
+        warps=cubin.warps,
+        shared=cubin.shared,
+        scratch=cubin.scratch,
+        scratch_alignment=cubin.scratch_alignment,
+        scratch_arguments=cubin.scratch_arguments,
+        registers=used.registers,
+        stack=used.stack,
+    )
+
+
+def _fake_mode(operands: Sequence[Operand]) -> torch._subclasses.fake_tensor.FakeTensorMode:
+    return next(operand.fake_mode for operand in operands if isinstance(operand, FakeTensor))
+
+
+def _real(operand: Operand, device: torch.device) -> Operand:
+    """A random operand of the type of a fake one, at the hints of its sizes."""
+    if isinstance(operand, torch.SymInt):
+        return int(operand.node.hint)
+    if not isinstance(operand, FakeTensor):
+        return operand
+    shape = [int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in operand.shape]
+    stride = [int(step.node.hint) if isinstance(step, torch.SymInt) else step for step in operand.stride()]
+    real = torch.empty_strided(shape, stride, dtype=operand.dtype, device=device)
+    if operand.dtype == torch.int8:
+        return real.random_(-127, 128)
+    if not operand.dtype.is_floating_point:
+        return real.zero_()
+    return real.copy_(torch.randn(shape, device=device, dtype=torch.bfloat16))
+
+
+def _measured(
+    use: _Use,
+    candidates: Sequence[Provider],
+    variants: Mapping[str, VariantInfo],
+    arch: str,
+    device: torch.device,
+    output: Path,
+) -> dict[str, float | None]:
+    """Milliseconds by provider, medians of runs that take turns; an absent device measures nothing."""
+    kernels = Kernels({key: binary_of(info, output) for key, info in variants.items()}, device)
+    try:
+        with torch.no_grad(), torch.cuda.device(device):
+            operands = [_real(operand, device) for operand in use.operands]
+            samples: dict[str, list[float]] = {provider.name: [] for provider in candidates}
+            for turn in range(_ROUNDS + 1):
+                for provider in candidates:
+                    start, end = _event(), _event()
+                    start.record()
+                    provider.launch(kernels, arch, *operands)
+                    end.record()
+                    end.synchronize()
+                    if turn:
+                        samples[provider.name].append(start.elapsed_time(end))
+    except torch.cuda.OutOfMemoryError as error:
+        raise BuildError(
+            f"the device has no room to measure {use.operator.name}", "free device memory, or name a provider"
+        ) from error
+    return {name: round(statistics.median(times), 4) for name, times in samples.items()}
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def binary_of(info: VariantInfo, folder: Path) -> Binary:
+    """The variant of ``info`` as a file in ``folder``."""
+    return Binary(
+        folder / info.file,
+        info.entry,
+        info.warps,
+        info.shared,
+        info.scratch,
+        info.scratch_alignment,
+        info.scratch_arguments,
+    )

@@ -1,0 +1,1 @@
+"""Triton sources of the operators; imported only where kernels are compiled or interpreted."""

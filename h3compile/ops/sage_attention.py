@@ -1,0 +1,269 @@
+"""SAGE: attention on quantized operands, dense or with Skip-Softmax."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from h3compile.ops.attention import Tiles, attention_cost, launch_tiles, unsupported_heads
+from h3compile.ops.launch import Run
+from h3compile.ops.numerics import FP8, wide
+from h3compile.ops.online_softmax import K_TILE, Q_TILE, Attended, tiled_attention
+from h3compile.ops.operator import Cost, Operand, Provider, define
+from h3compile.ops.rows import FLOATS, contiguous, unsupported
+from h3compile.ops.sage_prepare import K_BLOCKS, key_order
+
+__all__ = ["SAGE_ATTENTION", "SAGE_SKIP_ATTENTION"]
+
+
+def _tiles(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    valid: int | None,
+    threshold: float,
+    kind: torch.dtype,
+) -> Attended:
+    _, rows, width = q.shape
+    # Integers and E4M3 products are exact in either dtype; sums of 128 of them nearly so.
+    q, k = q.to(kind), k.to(kind)
+    k_rows = k_scale.repeat_interleave(k_block, 1)[:, None, :rows].to(kind)
+    q_rows = (q_scale[..., None] * (width**-0.5 * math.log2(math.e))).to(kind)
+    order = torch.argsort(key_order(v.device))
+    values = v.to(kind).unflatten(2, (-1, 16))[..., order].flatten(2).mT
+    tiles = tiled_attention(
+        lambda queries, keys: q[:, queries] @ k[:, keys].mT * q_rows[:, queries] * k_rows[..., keys],
+        lambda keys: values[:, keys],
+        rows=rows,
+        valid=rows if valid is None else valid,
+        threshold=threshold,
+        quantize=True,
+    )
+    return Attended(tiles.out * v_scale.to(kind), tiles.skipped, tiles.considered)
+
+
+def _reference(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    valid: int | None = None,
+) -> torch.Tensor:
+    kind = wide(torch.empty(0, dtype=dtype)).dtype
+    tiles = _tiles(q, q_scale, k, k_scale, v, v_scale, k_block, valid, 0.0, kind)
+    return tiles.out[None].to(dtype)
+
+
+def _reference_skip(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    threshold: float,
+    valid: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kind = wide(torch.empty(0, dtype=dtype)).dtype
+    tiles = _tiles(q, q_scale, k, k_scale, v, v_scale, k_block, valid, threshold, kind)
+    counts = torch.tensor([tiles.skipped, tiles.considered], dtype=torch.int32, device=q.device)
+    return tiles.out[None].to(dtype), counts
+
+
+def _out(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    heads, rows, width = q.shape
+    return q.new_empty((1, rows, heads, width), dtype=dtype)
+
+
+def _fake(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    valid: int | None = None,
+) -> torch.Tensor:
+    return _out(q, dtype)
+
+
+def _fake_skip(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    threshold: float,
+    valid: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _out(q, dtype), q.new_empty((2,), dtype=torch.int32)
+
+
+# A program of the Gluon kernel has three query tiles, each of which skips by itself.
+_HOPPER = Tiles(3 * Q_TILE, K_TILE, warps=4, stages=4, gluon=True)
+# With the tensor cores that take operands from registers (sm_89, sm_120a), eight warps spill least.
+_DENSE = Tiles(128, K_TILE, warps=8, stages=2)
+_SKIP = Tiles(Q_TILE, K_TILE, warps=8, stages=2)
+# Three programs a multiprocessor.
+_DENSE_AT = {"sm_90a": Tiles(Q_TILE, K_TILE, warps=4, stages=2, registers=168)}
+_SKIP_AT = {
+    "sm_90a": _DENSE_AT["sm_90a"],
+    "sm_100a": Tiles(Q_TILE, K_TILE, warps=4, stages=2),
+    "sm_103a": Tiles(Q_TILE, K_TILE, warps=4, stages=2),
+}
+
+
+def _tiles_of(hopper: bool, arch: str, skipping: bool) -> Tiles:
+    if hopper:
+        return _HOPPER
+    return _SKIP_AT.get(arch, _SKIP) if skipping else _DENSE_AT.get(arch, _DENSE)
+
+
+def _illegal(
+    arch: str,
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    *_: object,
+) -> str | None:
+    if q.dtype != k.dtype or q.dtype not in (FP8, torch.int8) or v.dtype != FP8:
+        return "queries and keys must be E4M3 or int8, values E4M3"
+    if any(scale.dtype != torch.float32 for scale in (q_scale, k_scale, v_scale)):
+        return "scales must be float32"
+    if dtype not in FLOATS:
+        return f"no kernel for {str(dtype).removeprefix('torch.')}"
+    if k_block not in K_BLOCKS:
+        return f"no kernel for {k_block} keys a scale"
+    if q.dtype == torch.int8 and arch == "sm_103a":
+        return "its tensor cores multiply no integers"
+    return unsupported_heads(q.shape[2]) or unsupported(arch, (), fp8=True)
+
+
+def _illegal_hopper(arch: str, *operands: Operand) -> str | None:
+    if arch != "sm_90a":
+        return "it is written for sm_90a"
+    return _illegal(arch, *operands)  # type: ignore[arg-type]
+
+
+def _launched(
+    hopper: bool,
+    run: Run,
+    arch: str,
+    arguments: dict[str, torch.Tensor],
+    k_block: int,
+    dtype: torch.dtype,
+    valid: int | None,
+    counts: torch.Tensor | None = None,
+    threshold: float = 0.0,
+) -> torch.Tensor:
+    contiguous("sage_attention", arguments)
+    heads, rows, _ = arguments["q"].shape
+    out = _out(arguments["q"], dtype)
+    launch_tiles(
+        run,
+        "attention_hopper:sage_hopper_kernel" if hopper else "attention:sage_kernel",
+        _tiles_of(hopper, arch, counts is not None),
+        heads,
+        rows,
+        {**arguments, "out": out, "counts": counts, "rows": rows, "valid": rows if valid is None else valid},
+        {"K_BLOCK": k_block, "THRESHOLD": threshold},
+    )
+    return out
+
+
+def _launch(
+    hopper: bool,
+    run: Run,
+    arch: str,
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    valid: int | None = None,
+) -> torch.Tensor:
+    operands = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
+    return _launched(hopper, run, arch, operands, k_block, dtype, valid)
+
+
+def _launch_skip(
+    hopper: bool,
+    run: Run,
+    arch: str,
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_block: int,
+    dtype: torch.dtype,
+    threshold: float,
+    valid: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    operands = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
+    counts = q.new_zeros((2,), dtype=torch.int32)
+    return _launched(hopper, run, arch, operands, k_block, dtype, valid, counts, threshold), counts
+
+
+def _cost(q: torch.Tensor, *_: object) -> Cost:
+    heads, rows, width = q.shape
+    moved = 3 * q.numel() + 2 * q.numel()
+    return attention_cost(q, "float8_e4m3fn", heads, rows, width, moved)
+
+
+_OPERANDS = (
+    "Tensor q, Tensor q_scale, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, int k_block,"
+    " ScalarType dtype"
+)
+
+# On the operands `sage_prepare` gives; returns [1, rows, heads, D] in ``dtype``, zero from row ``valid`` on.
+SAGE_ATTENTION = define(
+    "sage_attention",
+    f"({_OPERANDS}, SymInt? valid=None) -> Tensor",
+    reference=_reference,
+    fake=_fake,
+    cost=_cost,
+    providers=(
+        Provider("gluon", _illegal_hopper, partial(_launch, True)),
+        Provider("triton", _illegal, partial(_launch, False)),
+    ),
+)
+
+# With Skip-Softmax at ``threshold``; also returns the tiles skipped and considered, int32 [2].
+SAGE_SKIP_ATTENTION = define(
+    "sage_attention.skip",
+    f"({_OPERANDS}, float threshold, SymInt? valid=None) -> (Tensor, Tensor)",
+    reference=_reference_skip,
+    fake=_fake_skip,
+    cost=_cost,
+    providers=(
+        Provider("gluon", _illegal_hopper, partial(_launch_skip, True)),
+        Provider("triton", _illegal, partial(_launch_skip, False)),
+    ),
+)

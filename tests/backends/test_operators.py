@@ -1,0 +1,166 @@
+"""Our operators in a region: providers chosen by legality and by name, kernels of the chosen ones kept."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+import h3compile.backends.operators as operators
+from h3compile.backends.operators import Bound, bind_operators, specs_of
+from h3compile.backends.providers import check_providers
+from h3compile.engine.artifact import VariantInfo
+from h3compile.errors import BuildError
+from h3compile.ops import OPERATORS
+from h3compile.ops.launch import Spec
+from h3compile.ops.operator import Provider
+from h3compile.program.facts import Dim
+from h3compile.program.propagate import propagate
+from h3compile.program.region import Port, Region
+
+ours = torch.ops.h3compile
+DIMS = (Dim("rows", hint=512),)
+
+
+def module(width: int = 128) -> fx.GraphModule:
+    """Rows quantized, two FP8 linears of other shapes, attention of three views of the result."""
+    graph = fx.Graph()
+    x, one, one_scale, two, two_scale = (graph.placeholder(n) for n in ("x", "a", "a_s", "b", "b_s"))
+    both = graph.call_function(ours.quantize_rows.default, (x,))
+    values, scales = (graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+    operands = (values, scales)
+    first = graph.call_function(ours.linear_fp8.default, (*operands, one, one_scale, None, torch.bfloat16))
+    graph.call_function(ours.linear_fp8.default, (*operands, two, two_scale, None, torch.bfloat16))
+    heads = graph.call_function(torch.ops.aten.unflatten.int, (first, -1, [2, width]))
+    graph.output((graph.call_function(ours.attention.default, (heads, heads, heads)),))
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    ports = (
+        Port("x", torch.bfloat16, (1, "rows", 64)),
+        Port("a", fp8, (2 * width, 64)),
+        Port("a_s", fp32, (2 * width,)),
+        Port("b", fp8, (32, 64)),
+        Port("b_s", fp32, (32,)),
+    )
+    out = Port("y", torch.bfloat16, (1, "rows", 2, width))
+    return propagate(Region("r", graph, ports[:1], ports[1:], (out,)), DIMS).module()
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """A function from the providers a user names to what is bound; a kernel is a file with its key."""
+
+    def compiled(spec: Spec, arch: str, output: Path) -> VariantInfo:
+        (output / f"{spec.key}.cubin").write_text(spec.key)
+        sizes = {"warps": 4, "shared": 0, "scratch": 0, "scratch_alignment": 1, "scratch_arguments": 2}
+        return VariantInfo(
+            file=f"{spec.key}.cubin", kernel=spec.kernel, entry="k", registers=32, stack=0, **sizes
+        )
+
+    def measured(use: object, candidates: list[Provider], *_: object) -> dict[str, float | None]:
+        # The last one is the fastest.
+        return {provider.name: 1.0 / (place + 1) for place, provider in enumerate(candidates)}
+
+    monkeypatch.setattr(operators, "_compiled", compiled)
+    monkeypatch.setattr(operators, "_measured", measured)
+
+    def bind(named: Mapping[str, str], arch: str = "sm_90a", times: operators.Times | None = None) -> Bound:
+        return bind_operators(
+            module(),
+            arch=arch,
+            named=named,
+            times={} if times is None else times,
+            device=torch.device("cpu"),
+            output=tmp_path,
+        )
+
+    bind.folder = tmp_path  # type: ignore[attr-defined]
+    return bind
+
+
+def test_the_fastest_legal_provider_for_each_static_shape(bound) -> None:  # type: ignore[no-untyped-def]
+    found = bound({})
+    chosen = {(o.name, o.variant): o.provider for o in found.operators}
+    assert set(chosen) == {
+        ("quantize_rows.default", ""),
+        ("linear_fp8.default", "256x64"),
+        ("linear_fp8.default", "32x64"),
+        ("attention.default", ""),
+    }
+    for info in found.operators:
+        times = {name: ms for name, ms in info.ms.items() if ms is not None}
+        assert info.provider == (min(times, key=lambda name: times[name]) if times else info.provider)
+        assert len(info.ms) == 1 or len(times) == len(info.ms)
+
+
+def test_only_the_kernels_of_the_chosen_are_kept(bound) -> None:  # type: ignore[no-untyped-def]
+    everything = bound({"linear_fp8": "triton", "attention": "triton"})
+    kept = {path.name for path in bound.folder.iterdir()}
+    assert kept == {info.file for info in everything.variants.values()}
+    assert any("linear_fp8" in info.kernel for info in everything.variants.values())
+    fewer = bound({"linear_fp8": "scaled_mm", "attention": "sdpa"})
+    assert {info.kernel.partition(":")[0] for info in fewer.variants.values()} == {"quantize_rows"}
+
+
+def test_a_named_provider_is_taken_and_nothing_measured(bound) -> None:  # type: ignore[no-untyped-def]
+    found = bound({"attention": "cudnn"})
+    (attention,) = (o for o in found.operators if o.name == "attention.default")
+    assert attention.provider == "cudnn" and attention.ms == {"cudnn": None}
+
+
+def test_times_are_used_again(bound, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    times: operators.Times = {}
+    first = bound({}, times=times)
+    monkeypatch.setattr(operators, "_measured", None)
+    assert bound({}, times=times).operators == first.operators
+
+
+def test_a_named_provider_that_is_not_legal_fails(bound) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(
+        BuildError, match=r"provider 'gluon' cannot serve attention.default on sm_120a: it is"
+    ):
+        bound({"attention": "gluon"}, arch="sm_120a")
+
+
+def test_an_operator_nobody_can_serve_fails(bound) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(BuildError, match=r"no provider can serve quantize_rows.default on sm_80 \(triton: "):
+        bound({}, arch="sm_80")
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"atention": "cudnn"}, "no operator is called 'atention': did you mean 'attention'"),
+        ({"attention": "cuddn"}, "attention has no provider 'cuddn': it has .*cudnn"),
+    ],
+)
+def test_unknown_names(named: dict[str, str], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        check_providers(named)
+    check_providers({"attention": "cudnn", "linear_fp8": "scaled_mm"})
+
+
+def test_a_variant_that_depends_on_a_row_count_is_refused() -> None:
+    (found,) = (o for o in OPERATORS if o.name == "quantize_rows.default")
+    (node,) = module().graph.find_nodes(op="call_function", target=ours.quantize_rows.default)
+    x = node.args[0].meta["val"]
+
+    def launch(run, arch, x, static_scale=None):  # type: ignore[no-untyped-def]
+        from h3compile.ops.launch import Launch
+
+        run(Launch(Spec("k:k", (), (("ROWS", x.shape[1]),)), (1, 1, 1), ()))
+
+    bad = Provider("bad", lambda *_: None, launch)
+    with pytest.raises(BuildError, match="ROWS of k:k depends on a row count"):
+        specs_of(found, bad, "sm_90a", (x, None))
+
+
+def test_every_operator_has_a_provider_and_names_are_unique() -> None:
+    names = [item.name for item in OPERATORS]
+    assert len(set(names)) == len(names)
+    for item in OPERATORS:
+        providers = [provider.name for provider in item.providers]
+        assert providers and len(set(providers)) == len(providers), item.name

@@ -1,0 +1,168 @@
+"""SAGE on quantized operands against its reference: the same rounding, the same tiles skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from h3compile.ops import Operator
+from h3compile.ops.launch import Launch
+from h3compile.ops.numerics import FP8
+from h3compile.ops.online_softmax import K_TILE, Q_TILE
+
+Outputs = tuple[torch.Tensor, ...]
+Launched = Callable[..., Outputs]
+
+D = 128
+# A probability at a tie may round to the other side: a part in sixteen of one key's weight.
+BOUND = 1e-3
+EVERYTHING = 1e30
+QK = pytest.mark.parametrize("qk", ["fp8_e4m3", "int8"])
+BLOCKS = pytest.mark.parametrize("k_block", [16, 64, 128])
+
+
+def quantized(
+    rows: int, heads: int, qk: str, k_block: int, valid: int | None = None, fade: bool = False
+) -> Outputs:
+    """Operands from random ones; with ``fade`` two thirds of the key tiles matter little."""
+    generator = torch.Generator().manual_seed(rows)
+    query, key, value = (torch.randn(1, rows, heads, D, generator=generator) for _ in range(3))
+    if fade:
+        tile = torch.arange(rows)[:, None, None] // K_TILE + torch.arange(heads)[:, None]
+        key = key * torch.where(tile % 3 == 0, 2.0, 0.2)
+    operands: Outputs = torch.ops.h3compile.sage_prepare.separate(query, key, value, qk, k_block, True, valid)
+    return operands
+
+
+def poisoned(operands: Outputs, k_block: int, valid: int) -> Outputs:
+    """The same where whatever belongs to no valid row is NaN, or as large as it can be."""
+    q, q_scale, k, k_scale, v, v_scale = (part.clone() for part in operands)
+    for values in (q, k):
+        values[:, valid:] = torch.nan if values.dtype == FP8 else 127
+    q_scale[:, valid:] = torch.nan
+    k_scale[:, -(-valid // k_block) :] = torch.nan
+    return q, q_scale, k, k_scale, v, v_scale
+
+
+def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def tiles(heads: int, valid: int) -> int:
+    return heads * -(-valid // Q_TILE) * -(-valid // K_TILE)
+
+
+@QK
+@BLOCKS
+@pytest.mark.parametrize("rows", [1, 17, 129, 255])
+def test_equals_the_reference(
+    rows: int, qk: str, k_block: int, launched: Launched, reference: Launched
+) -> None:
+    operands = (*quantized(rows, 2, qk, k_block), k_block, torch.float32)
+    (out,) = launched("sage_attention.default", *operands)
+    assert out.shape == (1, rows, 2, D)
+    assert apart(out, reference("sage_attention.default", *operands)[0]) < BOUND
+
+
+@pytest.mark.parametrize("rows", [15, 16, 63, 127, 128, 191])
+def test_odd_lengths(rows: int, launched: Launched, reference: Launched) -> None:
+    operands = (*quantized(rows, 2, "int8", 64), 64, torch.float32)
+    (out,) = launched("sage_attention.default", *operands)
+    assert apart(out, reference("sage_attention.default", *operands)[0]) < BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_seven_heads_and_narrow_results(dtype: torch.dtype, launched: Launched, reference: Launched) -> None:
+    operands = (*quantized(70, 7, "fp8_e4m3", 128), 128, dtype)
+    (out,) = launched("sage_attention.default", *operands)
+    assert out.dtype == dtype
+    assert apart(out, reference("sage_attention.default", *operands)[0]) < BOUND
+
+
+@QK
+@BLOCKS
+@pytest.mark.parametrize("valid", [1, 130])
+def test_padding_influences_nothing(valid: int, qk: str, k_block: int, launched: Launched) -> None:
+    operands = quantized(valid + 140, 2, qk, k_block, valid)
+    options = (k_block, torch.bfloat16)
+    (clean,) = launched("sage_attention.default", *operands, *options, valid)
+    poison = poisoned(operands, k_block, valid)
+    (out,) = launched("sage_attention.default", *poison, *options, valid)
+    skipping, counts = launched("sage_attention.skip", *poison, *options, 1e-6, valid)
+    assert bool((out[:, valid:] == 0).all())
+    assert bool((out[:, :valid] != 0).any())
+    assert torch.equal(out, clean)
+    assert torch.equal(skipping, clean)
+    assert counts.tolist() == [0, tiles(2, valid)]
+
+
+@QK
+@pytest.mark.parametrize("threshold", [0.0, 1e-6])
+def test_nothing_skipped_is_dense(threshold: float, qk: str, launched: Launched) -> None:
+    operands = (*quantized(255, 2, qk, 16), 16, torch.float32)
+    (dense,) = launched("sage_attention.default", *operands)
+    out, counts = launched("sage_attention.skip", *operands, threshold)
+    assert torch.equal(out, dense)
+    assert counts.tolist() == [0, tiles(2, 255)]
+
+
+@QK
+@pytest.mark.parametrize("k_block", [16, 128])
+def test_skips_what_the_reference_skips(
+    qk: str, k_block: int, launched: Launched, reference: Launched
+) -> None:
+    operands = (*quantized(520, 2, qk, k_block, fade=True), k_block, torch.float32)
+    out, counts = launched("sage_attention.skip", *operands, 0.4 * 520)
+    expected, expected_counts = reference("sage_attention.skip", *operands, 0.4 * 520)
+    skipped, considered = counts.tolist()
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == expected_counts.tolist()
+    assert considered == tiles(2, 520)
+    assert 0.2 < skipped / considered < 0.8
+    assert apart(out, expected) < BOUND
+    (dense,) = launched("sage_attention.default", *operands)
+    assert apart(out, dense) > 2 * BOUND
+
+
+@QK
+def test_the_first_tile_is_never_skipped(qk: str, launched: Launched, reference: Launched) -> None:
+    operands = (*quantized(255, 2, qk, 64), 64, torch.float32)
+    out, counts = launched("sage_attention.skip", *operands, EVERYTHING)
+    assert counts.tolist() == [tiles(2, 255) - 2 * 4, tiles(2, 255)]
+    assert bool(out.isfinite().all())
+    assert apart(out, reference("sage_attention.skip", *operands, EVERYTHING)[0]) < BOUND
+
+
+def reasons(operator: Operator, arch: str, *operands: object) -> Iterator[tuple[str, str | None]]:
+    for provider in operator.providers:
+        yield provider.name, provider.illegal(arch, *operands)
+
+
+@pytest.mark.parametrize("name", ["sage_attention.default", "sage_attention.skip"])
+def test_who_serves_what(name: str, operator_named: Callable[[str], Operator]) -> None:
+    operator = operator_named(name)
+    fp8 = (*quantized(4, 1, "fp8_e4m3", 64), 64, torch.bfloat16)
+    int8 = (*quantized(4, 1, "int8", 64), 64, torch.bfloat16)
+    assert dict(reasons(operator, "sm_90a", *int8)) == {"gluon": None, "triton": None}
+    assert dict(reasons(operator, "sm_103a", *fp8)) == {"gluon": "it is written for sm_90a", "triton": None}
+    for arch, reason in (
+        ("sm_80", "it needs sm_89 or later"),
+        ("sm_103a", "its tensor cores multiply no integers"),
+    ):
+        assert dict(reasons(operator, arch, *int8))["triton"] == reason
+    for arch in ("sm_89", "sm_100a", "sm_120a", "sm_121a"):
+        assert dict(reasons(operator, arch, *int8))["triton"] is None
+
+
+def test_the_gluon_kernel_has_whole_query_tiles(operator_named: Callable[[str], Operator]) -> None:
+    operator = operator_named("sage_attention.skip")
+    launches: list[Launch] = []
+    operands = (*quantized(500, 2, "int8", 64), 64, torch.bfloat16, 1.0)
+    next(p for p in operator.providers if p.name == "gluon").launch(launches.append, "sm_90a", *operands)
+    (launch,) = launches
+    constants = dict(launch.spec.constants)
+    assert launch.spec.gluon
+    assert launch.grid == (3, 2, 1)
+    assert (constants["Q_TILE"], constants["K_TILE"]) == (3 * Q_TILE, K_TILE)
