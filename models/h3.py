@@ -21,6 +21,7 @@ __all__ = [
     "RELEASE_CONFIG",
     "SHIFTS",
     "TAGS",
+    "UNQUANTIZED_MODULES",
     "Config",
     "dominant_dtype",
     "facts_for",
@@ -60,6 +61,9 @@ RELEASE_CONFIG: Config = {
 # The patch projections and output heads touch the latents directly, and the timestep MLP feeds every
 # block: their rounding errors are not averaged away, so the release keeps them in FP32.
 FP32_MODULES = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
+
+# What no pass may quantize, besides: the modulation scales, shifts and gates every row of every block.
+UNQUANTIZED_MODULES = (*FP32_MODULES, "adaln_proj", "norm_out")
 
 # The modality of a row; a row of the modulation table is 3 * timestep index + tag.
 TAGS = {"video": 0, "text": 1, "audio": 2}
@@ -166,7 +170,23 @@ def facts_for(config: Config, dtypes: Mapping[str, torch.dtype]) -> ModelFacts:
             "hoist": {"value": 3},
             # One AdaLN projection a block, one for the output norm.
             "fold-schedule": {"table": layers + 1},
+            # The refiner has neither modulation nor gates; the output norm is modulated, but not gated.
+            "fuse": {
+                "qkv": layers + refiners,
+                "attention": layers + refiners,
+                "qk-norm-rope": layers + refiners,
+                "modulated-norm": 2 * layers + 1,
+                "gate": 2 * layers,
+                "gated-norm": layers,
+                "swiglu": layers + refiners,
+            },
+            # q, k, v, out, up and down of every block, and the text projection; joined ones count as parts.
+            "fp8": {"projection": 6 * (layers + refiners) + 1},
+            # The refiner's attention is short and runs once a request: it stays dense.
+            "sage": {"attention": layers},
+            "skip": {"attention": layers},
         },
+        unquantized=UNQUANTIZED_MODULES,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -66,6 +66,12 @@ class Pass:
     def apply(self, program: Program, target: Target) -> Rewrite:
         """Rewrite ``program`` for ``target``; the argument is never changed."""
         raise NotImplementedError
+
+    def check(self, partitions: Sequence[str]) -> None:
+        """Raise `BuildError` where the options cannot serve a build of these sets of weights.
+
+        Called before anything is traced; what needs the program is for `apply`.
+        """
 
     def expects(self, facts: ModelFacts) -> Mapping[str, int]:
         """How often each kind must match in a model with these facts; kinds left out are not counted."""

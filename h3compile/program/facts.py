@@ -59,6 +59,7 @@ class ModelFacts:
     repeats: tuple[Repeat, ...]
     segments: tuple[str, ...]  # names for what lies before, between and after the repeats
     expected: Mapping[str, Mapping[str, int]]  # pass -> kind of match -> count
+    unquantized: tuple[str, ...] = ()  # modules whose weights no pass may quantize
 
     @property
     def timestep(self) -> InputFact:

@@ -14,7 +14,17 @@ import torch
 
 from h3compile.errors import CheckpointError
 
-__all__ = ["Cast", "Concat", "Literal", "Load", "Reorder", "TensorSource", "Weight"]
+__all__ = [
+    "Cast",
+    "Concat",
+    "Fp8",
+    "Fp8Scale",
+    "Literal",
+    "Load",
+    "Reorder",
+    "TensorSource",
+    "Weight",
+]
 
 
 class TensorSource(Protocol):
@@ -199,3 +209,71 @@ class Reorder(Weight):
 
     def __str__(self) -> str:
         return f"reorder({self.operand}, {self.groups}, {self.order})"
+
+
+_E4M3_MAX = 448.0
+# An output channel of zeros has a scale too.
+_SMALLEST_AMAX = 1e-12
+
+
+@dataclass(frozen=True)
+class Fp8Scale(Weight):
+    """The scale of every row of the matrix ``operand`` in E4M3: amax / 448, float32."""
+
+    operand: Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.operand.shape[:1]
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return torch.float32
+
+    def evaluate(self, source: TensorSource) -> torch.Tensor:
+        return _row_scales(self.operand.evaluate(source))
+
+    def reads(self) -> tuple[str, ...]:
+        return self.operand.reads()
+
+    def __str__(self) -> str:
+        return f"fp8_scale({self.operand})"
+
+
+@dataclass(frozen=True)
+class Fp8(Weight):
+    """The matrix ``operand`` in E4M3, each row divided by its `Fp8Scale`."""
+
+    operand: Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.operand.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return torch.float8_e4m3fn
+
+    def evaluate(self, source: TensorSource) -> torch.Tensor:
+        value = self.operand.evaluate(source)
+        scales = _row_scales(value)
+        out = torch.empty(value.shape, dtype=self.dtype)
+        # A few rows at a time: float32 copies of a whole matrix would be four times its result.
+        for start in range(0, len(value), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            scaled = value[rows].float() / scales[rows, None]
+            out[rows] = scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(self.dtype)
+        return out
+
+    def reads(self) -> tuple[str, ...]:
+        return self.operand.reads()
+
+    def __str__(self) -> str:
+        return f"fp8({self.operand})"
+
+
+_ROWS_AT_ONCE = 1024
+
+
+def _row_scales(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.abs().amax(1).float().clamp_min(_SMALLEST_AMAX) / _E4M3_MAX

@@ -19,8 +19,8 @@ from h3compile.runtime.module import CompiledTransformer
 
 # Kind -> (backend, passes beside the default ones).
 KINDS = {
-    "hoisted": ("eager", "-fold-schedule"),
-    "folded": ("eager", ""),
+    "hoisted": ("eager", "-fold-schedule,-fuse"),
+    "folded": ("eager", "-fuse"),
     "inductor": ("inductor", ""),
 }
 

@@ -25,8 +25,8 @@ Inputs = dict[str, torch.Tensor]
 TASKS = ("t2va", "fl2va", "ref2va")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 KINDS = {
-    "hoisted": ("eager", "-fold-schedule"),
-    "folded": ("eager", ""),
+    "hoisted": ("eager", "-fold-schedule,-fuse"),
+    "folded": ("eager", "-fuse"),
     "inductor": ("inductor", ""),
 }
 

@@ -41,9 +41,10 @@ def test_the_shipped_order() -> None:
     from h3compile.pipeline.registry import Registry
 
     registry = Registry.default()
-    shipped = [registry.get(name)() for name in ("hoist", "fold-schedule", "canonicalize", "outline")]
-    expected = ["canonicalize", "outline", "hoist", "fold-schedule"]
-    assert all(names(order(typed)) == expected for typed in itertools.permutations(shipped))
+    expected = ["canonicalize", "outline", "hoist", "fold-schedule", "fuse", "fp8", "sage", "skip"]
+    shipped = [registry.get(name)() for name in expected]
+    for typed in itertools.islice(itertools.permutations(shipped), 0, None, 97):
+        assert names(order(typed)) == expected
 
 
 @st.composite

@@ -1,0 +1,80 @@
+"""Calibration files: the largest magnitude every linear's input reached on calibration data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from h3compile.errors import BuildError
+
+__all__ = ["FORMAT", "Calibration", "read_calibration", "write_calibration"]
+
+FORMAT = "h3compile-calibration-1"
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The largest input magnitude by linear, under the name of the linear's weight in the checkpoint.
+
+    ``partition`` is the set of weights they were seen on, where that is recorded.
+    """
+
+    amax: Mapping[str, float]
+    partition: str | None = None
+
+    def input_scale(self, weights: Sequence[str]) -> float:
+        """The E4M3 scale, amax / 448, of the input that the linears with these ``weights`` share.
+
+        Raises `BuildError` for a linear that was not calibrated.
+        """
+        missing = [weight for weight in weights if weight not in self.amax]
+        if missing:
+            raise BuildError(
+                f"the calibration has nothing for {missing[0]}",
+                "calibrate the model that is built, all of it",
+            )
+        return max(self.amax[weight] for weight in weights) / _E4M3_MAX
+
+
+_MAKE_ONE = "make one with `h3compile calibrate`"
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The calibration in the file ``path``; `BuildError` when it cannot be read or holds anything else."""
+    try:
+        record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BuildError(f"no calibration at {path}", _MAKE_ONE) from error
+    except ValueError as error:
+        raise BuildError(f"{path} is no calibration ({error})", _MAKE_ONE) from error
+    amax = record.get("amax") if isinstance(record, dict) and record.get("format") == FORMAT else None
+    if not isinstance(amax, dict) or not all(_positive(value) for value in amax.values()):
+        raise BuildError(f"{path} is no calibration of format {FORMAT}", _MAKE_ONE)
+    partition = record.get("partition")
+    if not isinstance(partition, str | None):
+        raise BuildError(f"{path} is no calibration of format {FORMAT}", _MAKE_ONE)
+    return Calibration({name: float(value) for name, value in amax.items()}, partition)
+
+
+def write_calibration(path: Path, calibration: Calibration, **about: str) -> None:
+    """Write ``calibration`` to ``path``, whole or not at all; ``about`` says what it was made from."""
+    record: dict[str, object] = {"format": FORMAT, **about}
+    if calibration.partition is not None:
+        record["partition"] = calibration.partition
+    record["amax"] = dict(sorted(calibration.amax.items()))
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _positive(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
+    )

@@ -1,0 +1,173 @@
+"""`fp8`: linears on E4M3 operands, one scale an output channel and one an activation row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+import h3compile.ops  # noqa: F401  registers what the rewrite calls
+from h3compile.errors import BuildError
+from h3compile.passes.rewrites.fp8_linear import Quantized, quantize_linear
+from h3compile.pipeline.base import Match, Pass, Rewrite, Tier
+from h3compile.program.analysis import execution_stages
+from h3compile.program.calibration import Calibration, read_calibration
+from h3compile.program.edit import Editor
+from h3compile.program.facts import ModelFacts
+from h3compile.program.program import Call, Program
+from h3compile.program.region import Region
+from h3compile.program.stages import Stage
+from h3compile.program.weights import Concat, Fp8, Fp8Scale, Literal, Weight
+from h3compile.targets import Target
+
+__all__ = ["Fp8Linears"]
+
+aten = torch.ops.aten
+
+_FIRST_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Fp8Linears(Pass):
+    """Quantize the weights of linears to E4M3 at build, and their inputs when they are computed.
+
+    ``keep`` names modules that stay as they are, by any part of their path, besides those the model's facts
+    keep. ``calibration`` is a file of `h3compile calibrate`: inputs then take its scales instead of their
+    own maxima.
+    """
+
+    keep: tuple[str, ...] = ()
+    calibration: str | None = None
+
+    name: ClassVar[str] = "fp8"
+    tier: ClassVar[Tier] = Tier.LOSSY
+    requires: ClassVar[tuple[str, ...]] = ("outline",)
+    after: ClassVar[tuple[str, ...]] = ("fold-schedule", "fuse", "hoist")
+
+    def check(self, partitions: Sequence[str]) -> None:
+        if self.calibration is None:
+            return
+        found = read_calibration(Path(self.calibration)).partition
+        if len(partitions) > 1 or (found is not None and found != partitions[0]):
+            raise BuildError(
+                f"{self.calibration} holds the scales of {found or 'one partition'}, and"
+                f" {' and '.join(partitions)} are built",
+                "build one engine a partition, each with its own calibration",
+            )
+
+    def apply(self, program: Program, target: Target) -> Rewrite:
+        if target.capability is not None and target.capability < _FIRST_CAPABILITY:
+            raise BuildError(
+                f"{target.name} ({target.arch}) has no FP8 tensor cores", "build without fp8 for this target"
+            )
+        calibration = None if self.calibration is None else read_calibration(Path(self.calibration))
+        kept = (*program.facts.unquantized, *self.keep)
+        stages = execution_stages(program)
+        matches: list[Match] = []
+        weights = dict(program.weights)
+        regions = dict(program.regions)
+        calls = {call.name: call for call in program.calls}
+        for name, region in program.regions.items():
+            bound = program.calls_of(program.base_of(name))
+            if stages[bound[0].name] is Stage.SCHEDULE:
+                continue  # cold: evaluated once for each timestep
+            edit = Editor(region)
+            found = [
+                quantize_linear(edit, node, static=calibration is not None)
+                for node in edit.nodes()
+                if _quantizable(edit, node, _paths(region, bound[0]), kept)
+            ]
+            if not found:
+                continue
+            regions[name] = edit.finish()
+            for call in program.calls_of(name):
+                calls[call.name] = _rebound(call, region, regions[name], found, weights, calibration)
+                matches += _matches(call, region, found, program.weights)
+        self._check_kept(program)
+        if calibration is not None:
+            _check_calibrated(calibration, program)
+        rewritten = program.evolve(regions=regions, calls=tuple(calls.values()), weights=weights)
+        return Rewrite(rewritten, tuple(matches))
+
+    def _check_kept(self, program: Program) -> None:
+        for module in self.keep:
+            if not any(_within(name, module) for name in program.weights):
+                raise BuildError(
+                    f"fp8 keeps {module!r}, and no weight lies in such a module", "mend its name"
+                )
+
+    def expects(self, facts: ModelFacts) -> Mapping[str, int]:
+        # What a user keeps is not in the model's facts; that each name keeps something is checked above.
+        return {} if self.keep else super().expects(facts)
+
+
+def _check_calibrated(calibration: Calibration, program: Program) -> None:
+    known = {key for weight in program.weights.values() for key in weight.reads()}
+    for name in calibration.amax:
+        if name not in known:
+            raise BuildError(
+                f"the calibration has {name}, which this model lacks", "calibrate the model that is built"
+            )
+
+
+def _paths(region: Region, call: Call) -> dict[str, str]:
+    """The weight table's name of every weight port of ``region``, as ``call`` binds them."""
+    return dict(zip((port.name for port in region.weights), call.weights, strict=True))
+
+
+def _quantizable(edit: Editor, node: fx.Node, paths: Mapping[str, str], kept: tuple[str, ...]) -> bool:
+    if node.target is not aten.linear.default:
+        return False
+    port = edit.weight_of(node.args[1])
+    if port is None or len(node.all_input_nodes[1].users) != 1:
+        return False
+    return not any(_within(paths[port.name], module) for module in kept)
+
+
+def _within(path: str, module: str) -> bool:
+    """Whether ``module`` is one or several whole steps of ``path``."""
+    return f".{module}." in f".{path}."
+
+
+def _rebound(
+    call: Call,
+    before: Region,
+    after: Region,
+    found: list[Quantized],
+    weights: dict[str, Weight],
+    calibration: Calibration | None,
+) -> Call:
+    names = _paths(before, call)
+    for item in found:
+        old = names[item.weight.name]
+        stem = old.removesuffix(".weight")
+        operand = weights.pop(old)
+        names[item.values.name], names[item.scales.name] = old, f"{stem}.weight_scale"
+        weights[old], weights[names[item.scales.name]] = Fp8(operand), Fp8Scale(operand)
+        if item.input_scale is not None:
+            assert calibration is not None
+            names[item.input_scale.name] = f"{stem}.input_scale"
+            scale = calibration.input_scale(_parts(operand))
+            weights[f"{stem}.input_scale"] = Literal.of(torch.tensor([scale], dtype=torch.float32))
+    return replace(call, weights=tuple(names[port.name] for port in after.weights))
+
+
+def _parts(weight: Weight) -> tuple[str, ...]:
+    """The checkpoint tensors a linear's weight is made of."""
+    return weight.reads()
+
+
+def _matches(call: Call, region: Region, found: list[Quantized], table: Mapping[str, Weight]) -> list[Match]:
+    names = _paths(region, call)
+    matches = []
+    for item in found:
+        name = names[item.weight.name]
+        weight = table[name]
+        parts = len(weight.operands) if isinstance(weight, Concat) else 1
+        matches.append(Match("linear", f"{call.name}/{item.weight.name}"))
+        matches += [Match("projection", f"{call.name}/{part}") for part in _parts(weight)[:parts]]
+    return matches
