@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[model,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[model,calibrate,dev]'
 	touch $@
 
 demo: $(STAMP)

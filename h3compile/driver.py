@@ -15,12 +15,21 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from h3compile.backends.base import Backend
+from h3compile.backends.providers import check_providers
 from h3compile.backends.select import select
 from h3compile.engine.layout import copied_nbytes, fill, range_digest
 from h3compile.engine.links import record_files
 from h3compile.engine.loader import EngineFolder, open_engine
 from h3compile.engine.manifest import Manifest, PartitionRecord, PassRecord, RangeRecord, TableRecord
-from h3compile.engine.records import call_records, dim_records, port_record, range_of, region_record, stage_of
+from h3compile.engine.records import (
+    call_records,
+    dim_records,
+    port_record,
+    range_of,
+    region_record,
+    stage_of,
+    variant_records,
+)
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import BuildError, nearest
 from h3compile.lower import Lowered, lower, versions
@@ -59,7 +68,7 @@ class BuildConfig(BaseModel):
 
     ``steps`` are grid points of the schedules to fold (N points are N - 1 forwards); ``link`` leaves
     weights in the checkpoint; ``weightless`` builds graphs only; ``allow`` names passes that may match
-    nothing.
+    nothing; ``providers`` names, by operator, who must compute it on a GPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,6 +83,7 @@ class BuildConfig(BaseModel):
     link: bool = False
     overwrite: bool = False
     allow: tuple[str, ...] = ()
+    providers: Mapping[str, str] = {}
     dump: Path | None = None
     output: Path | None = None
 
@@ -108,6 +118,7 @@ def build(
     link: bool = False,
     overwrite: bool = False,
     allow: Sequence[str] = (),
+    providers: Mapping[str, str] | None = None,
     dump: Path | None = None,
     progress: Progress | None = None,
 ) -> EngineFolder:
@@ -128,6 +139,7 @@ def build(
         link=link,
         overwrite=overwrite,
         allow=tuple(allow),
+        providers=dict(providers or {}),
         dump=dump,
     )
     return _Build(config, progress or Silent()).run()
@@ -140,7 +152,10 @@ class _Build:
         # Names and options are resolved first: a typing error must not cost a minute of tracing.
         self.target: Target = resolve_target(config.target)
         self.backend: Backend = select(config.backend)
+        check_providers(config.providers)
         chosen, _ = resolve(config.passes, Registry.default())
+        for item in chosen:
+            item.check(config.partitions)
         instruments = [Report(progress)]
         self.manager = Manager(
             chosen,
@@ -226,9 +241,10 @@ class _Build:
     def _lower(self, program: Program, writer: EngineWriter) -> Lowered:
         stages = stage_of(program)
         work = [
-            program.regions[name]
+            program.regions[form]
             for name in dict.fromkeys(call.region for call in program.calls)
             if any(stages[call.name] is not Stage.SCHEDULE for call in program.calls_of(name))
+            for form in program.forms_of(name)
         ]
         if not self.backend.lowers:
             return Lowered({}, ())
@@ -236,7 +252,9 @@ class _Build:
             self._note(f"{self.target.name} is not in this machine: run `h3compile finalize` where it is")
             return Lowered({}, tuple(region.name for region in work))
         self._phase("lower", len(work))
-        return lower(work, program.facts.dims, self.backend, self.target, writer, self.progress)
+        return lower(
+            work, program.facts.dims, self.backend, self.target, writer, self.progress, self.config.providers
+        )
 
     def _weights(
         self, program: Program, partitions: Mapping[str, Partition], writer: EngineWriter
@@ -326,11 +344,14 @@ class _Build:
             regions=tuple(r.model_copy(update={"artifact": lowered.artifacts.get(r.name)}) for r in regions),
             calls=call_records(program),
             tables=program.tables,
+            variants=variant_records(program),
+            measures=program.measures,
             partitions=dict(partitions),
             passes=tuple(
                 PassRecord(spelled=run.spelled, tier=run.tier.value, matches=run.matches) for run in runs
             ),
             backend=self.backend.name,
+            providers=dict(self.config.providers),
             target=self.target.name,
             arch=self.target.arch,
             versions=versions(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from h3compile.models.request import FPS, SAMPLE_RATE, Request
 from h3compile.program.source import ShardedTensors
 from h3compile.progress import Progress, Silent
 
-__all__ = ["generate", "load_pipeline"]
+__all__ = ["denoise", "generate", "load_pipeline"]
 
 # The conditioner samples a reference video at 2 fps in pairs: frames 0 and 12 must exist.
 _MIN_REFERENCE_SECONDS = 13 / FPS
@@ -93,8 +94,33 @@ def generate(
         H3CompileError: the request cannot run, or the pipeline has no module for its task.
         Interrupted: ``should_stop`` said so; the pipeline can be used again.
     """
+    result = _run(pipe, request, progress or Silent(), should_stop, decode=True)
+    return _clip(result["videos"][0], result["audio"][0], int(result["sampling_rate"]))
+
+
+def denoise(pipe: ModularPipeline, request: Request, *, progress: Progress | None = None) -> None:
+    """Run ``request`` through ``pipe`` to the end of its last forward, for those who watch the transformer.
+
+    Arguments, phases and errors are those of `generate`, without the decoding.
+    """
+    with contextlib.suppress(_Denoised):
+        _run(pipe, request, progress or Silent(), lambda: False, decode=False)
+
+
+class _Denoised(Exception):
+    """The last forward is done and nobody wants the clip."""
+
+
+def _run(
+    pipe: ModularPipeline,
+    request: Request,
+    report: Progress,
+    should_stop: Callable[[], bool],
+    *,
+    decode: bool,
+) -> dict[str, Any]:
+    """What the pipeline gives for ``request``; without ``decode`` it ends in `_Denoised`."""
     request, notes = request.resolve()
-    report = progress or Silent()
     for note in notes:
         report.note(note)
     module = getattr(pipe, request.partition)
@@ -109,10 +135,10 @@ def generate(
     pipe.audio_scheduler.set_shift(request.audio_flow_shift)
 
     report.phase("encode", None)
-    hooks = _watch(module, request.forwards, report, should_stop)
+    hooks = _watch(module, request.forwards, report, should_stop, decode)
     try:
         with quiet_libraries():
-            result = pipe(
+            result: dict[str, Any] = pipe(
                 prompt=request.prompt,
                 width=request.width,
                 height=request.height,
@@ -123,10 +149,10 @@ def generate(
                 output=["videos", "audio", "sampling_rate"],
                 **conditions,
             )
+            return result
     finally:
         for hook in hooks:
             hook.remove()
-    return _clip(result["videos"][0], result["audio"][0], int(result["sampling_rate"]))
 
 
 def _clip(video: torch.Tensor, sound: torch.Tensor, sample_rate: int) -> Clip:
@@ -138,7 +164,7 @@ def _clip(video: torch.Tensor, sound: torch.Tensor, sample_rate: int) -> Clip:
 
 
 def _watch(
-    module: nn.Module, forwards: int, report: Progress, should_stop: Callable[[], bool]
+    module: nn.Module, forwards: int, report: Progress, should_stop: Callable[[], bool], decode: bool
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks that draw the denoising phase around the calls of ``module`` and stop between two of them."""
     done = 0
@@ -154,6 +180,8 @@ def _watch(
         done += 1
         report.advance()
         if done == forwards:
+            if not decode:
+                raise _Denoised
             report.phase("decode", None)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]

@@ -50,6 +50,7 @@ EXPORTS = {"build": "driver", "load": "runtime"}
 LIBRARIES: dict[str, set[str]] = {
     "diffusers": {"models"},
     "transformers": {"models"},
+    "modelopt": {"models"},
     "typer": {"cli"},
     "rich": {"cli"},
     "jinja2": {"quality"},

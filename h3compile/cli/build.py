@@ -10,7 +10,7 @@ import typer
 
 from h3compile.cli.console import device, facts, stdout
 from h3compile.cli.progress import shown
-from h3compile.cli.recipe import invalid, merged, read_recipe
+from h3compile.cli.recipe import invalid, merged, named_providers, read_recipe
 
 __all__ = ["build"]
 
@@ -74,6 +74,14 @@ def build(
         list[str] | None,
         typer.Option(metavar="PASS", help="A pass that may match nothing; repeat for more."),
     ] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP=NAME",
+            help="Who must compute an operator on a GPU, such as attention=cudnn; repeat for more.  "
+            "[default: the fastest legal one]",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="ENGINE", help="The folder to write, NAME.h3e.")
     ] = None,
@@ -111,6 +119,7 @@ def build(
         "overwrite": overwrite,
         "dump": dump,
         "allow": allow,
+        "providers": named_providers(provider),
         "output": output,
     }
     options = merged(read_recipe(recipe, BuildConfig.model_fields) if recipe else {}, typed)

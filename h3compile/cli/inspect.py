@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from h3compile.engine.loader import EngineFolder
-    from h3compile.engine.manifest import Manifest, PortRecord, RegionRecord
+    from h3compile.engine.manifest import CallRecord, Manifest, PortRecord, RegionRecord
     from h3compile.program.region import Region
 
 __all__ = ["inspect"]
@@ -67,6 +67,7 @@ def _find(manifest: Manifest, name: str) -> RegionRecord:
 
 
 def _read(folder: EngineFolder, record: RegionRecord) -> Region:
+    import h3compile.ops  # noqa: F401  graphs name our operators
     from h3compile.program.serialize import region_from_json
 
     return region_from_json(folder.read_text(record.graph))
@@ -82,7 +83,14 @@ def _graph(folder: EngineFolder, record: RegionRecord) -> str:
 
 
 def _print_engine(console: Console, folder: EngineFolder) -> None:
-    from h3compile.quality.summary import artifact_size, folder_sizes, in_order, operators, weights_by_stage
+    from h3compile.quality.summary import (
+        artifact_size,
+        folder_sizes,
+        in_order,
+        operators,
+        own_operators,
+        weights_by_stage,
+    )
     from h3compile.quality.units import forwards, size
 
     manifest = folder.manifest
@@ -114,7 +122,7 @@ def _print_engine(console: Console, folder: EngineFolder) -> None:
                 (
                     record.name,
                     _stages(manifest, record),
-                    str(sum(call.region == record.name for call in manifest.calls)),
+                    str(len(_calls(manifest, record))),
                     str(operators(_read(folder, record)).total()),
                     ", ".join(port.name for port in record.inputs),
                     ", ".join(port.name for port in record.outputs),
@@ -125,6 +133,25 @@ def _print_engine(console: Console, folder: EngineFolder) -> None:
             numbers=("calls", "operators", "artifact"),
         )
     )
+    if manifest.variants:
+        console.print(
+            table(
+                "variants, the first that holds serves a step",
+                ("region", "variant", "when"),
+                (
+                    (base, variant.region, str(variant.condition))
+                    for base, variants in manifest.variants.items()
+                    for variant in variants
+                ),
+            )
+        )
+    own = [
+        (record.name, name, f"{len(_calls(manifest, record))} x {n}", _computed_by(manifest, record, name))
+        for record in in_order(manifest)
+        for name, n in own_operators(_read(folder, record)).items()
+    ]
+    if own:
+        console.print(table("operators of ours", ("region", "operator", "calls x count", "computed by"), own))
     console.print(
         table(
             "passes, in order",
@@ -155,7 +182,7 @@ def _print_engine(console: Console, folder: EngineFolder) -> None:
 
 
 def _print_region(console: Console, folder: EngineFolder, record: RegionRecord) -> None:
-    from h3compile.quality.summary import operators
+    from h3compile.quality.summary import operators, stands_in
 
     manifest = folder.manifest
     kinds = (("input", record.inputs), ("weight", record.weights), ("output", record.outputs))
@@ -166,6 +193,9 @@ def _print_region(console: Console, folder: EngineFolder, record: RegionRecord) 
             ((kind, port.name, port.dtype, _shape(port)) for kind, ports in kinds for port in ports),
         )
     )
+    variant = stands_in(manifest, record.name)
+    if variant is not None:
+        console.print(f"serves the calls of {variant[0]} when {variant[1]}", markup=False)
     counts = operators(_read(folder, record)).most_common()
     console.print(
         table("operators", ("operator", "count"), ((name, str(n)) for name, n in counts), numbers=("count",))
@@ -182,15 +212,34 @@ def _print_region(console: Console, folder: EngineFolder, record: RegionRecord) 
                     ", ".join(call.outputs),
                     call.range or "none",
                 )
-                for call in manifest.calls
-                if call.region == record.name
+                for call in _calls(manifest, record)
             ),
         )
     )
 
 
+def _computed_by(manifest: Manifest, record: RegionRecord, operator: str) -> str:
+    """The providers of an operator in a lowered region; where nothing is lowered, the references compute."""
+    if record.name in manifest.pending:
+        return "finalize decides"
+    if record.artifact is None:
+        return "reference"
+    providers = record.artifact.providers
+    found = {provider for name, provider in providers.items() if name.partition("[")[0] == operator}
+    return ", ".join(sorted(found)) or "reference"
+
+
+def _calls(manifest: Manifest, record: RegionRecord) -> list[CallRecord]:
+    """The calls that the region serves, or may serve as a variant."""
+    from h3compile.quality.summary import stands_in
+
+    variant = stands_in(manifest, record.name)
+    name = variant[0] if variant is not None else record.name
+    return [call for call in manifest.calls if call.region == name]
+
+
 def _stages(manifest: Manifest, record: RegionRecord) -> str:
-    return ", ".join(dict.fromkeys(call.stage for call in manifest.calls if call.region == record.name))
+    return ", ".join(dict.fromkeys(call.stage for call in _calls(manifest, record)))
 
 
 def _counts(matches: dict[str, int]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from h3compile import __version__
-from h3compile.cli import build, doctor, finalize, inspect, passes, run, targets, tiny
+from h3compile.cli import build, calibrate, doctor, finalize, inspect, passes, run, targets, tiny
 from h3compile.cli.command import Command
 from h3compile.cli.interrupt import terminate_like_interrupt
 
@@ -18,6 +18,7 @@ __all__ = ["application", "main"]
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("build", build.build),
     ("run", run.run),
+    ("calibrate", calibrate.calibrate),
     ("inspect", inspect.inspect),
     ("finalize", finalize.finalize),
     ("passes", passes.passes),

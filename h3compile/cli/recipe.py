@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from h3compile.errors import H3CompileError, nearest
 
-__all__ = ["invalid", "merged", "read_recipe"]
+__all__ = ["invalid", "merged", "named_providers", "read_recipe"]
 
 
 def read_recipe(path: Path, known: Collection[str]) -> dict[str, object]:
@@ -40,6 +40,20 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, object]:
 def merged(recipe: Mapping[str, object], typed: Mapping[str, object]) -> dict[str, object]:
     """The recipe's options with those that were typed on top; a typed option of None was not typed."""
     return {**recipe, **{key: value for key, value in typed.items() if value is not None}}
+
+
+def named_providers(typed: Sequence[str] | None) -> dict[str, str] | None:
+    """``{"attention": "cudnn"}`` for ``["attention=cudnn"]``; `H3CompileError` for anything else."""
+    if not typed:
+        return None
+    found: dict[str, str] = {}
+    for text in typed:
+        operator, equals, provider = text.partition("=")
+        if not equals or not operator or not provider:
+            raise H3CompileError(f"--provider {text!r} names no provider", "write OPERATOR=PROVIDER")
+        if found.setdefault(operator, provider) != provider:
+            raise H3CompileError(f"--provider names two for {operator}", "name one")
+    return found
 
 
 def invalid(error: ValidationError) -> H3CompileError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +11,7 @@ import typer
 from h3compile.cli.console import facts, stdout
 from h3compile.cli.interrupt import stop_between_steps
 from h3compile.cli.progress import shown
+from h3compile.cli.values import check_writable, parse_size
 from h3compile.errors import EngineError, H3CompileError
 
 if TYPE_CHECKING:
@@ -70,6 +69,10 @@ def run(
     lossless: Annotated[
         bool, typer.Option("--lossless", help="Keep every pixel and sample, to compare two clips.")
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the tiles that each step and block skipped as JSON."),
+    ] = None,
     expect: Annotated[
         str | None,
         typer.Option(
@@ -91,6 +94,8 @@ def run(
       h3compile run h3.h3e --prompt "they meet" --reference anna.png --reference voice.wav -o meet.mp4
     """
     _check_output(output)
+    if report is not None:
+        check_writable(report)
     # These read no weights and no model library: what is wrong is said within a second.
     from h3compile.engine.loader import open_engine
     from h3compile.models.request import Request
@@ -106,11 +111,13 @@ def run(
         "references": tuple(reference) if reference else None,
     }
     if size is not None:
-        options["width"], options["height"] = _size(size)
+        options["width"], options["height"] = parse_size(size)
     given = {name: value for name, value in options.items() if value is not None}
     request, notes = Request(prompt, **given).resolve()  # type: ignore[arg-type]
     manifest = open_engine(engine, expect=expect, verify=False).manifest
     _check_partition(engine, manifest, request.partition)
+    if report is not None and not manifest.measures:
+        raise EngineError(f"{engine} skips nothing and has nothing to report", "leave --report out")
     root = _model_folder(engine, manifest, model)
 
     from h3compile.models.generate import generate, load_pipeline
@@ -139,33 +146,26 @@ def run(
         generated = time.monotonic()
         progress.phase("write the MP4", None)
         write_mp4(output, clip, lossless=lossless)
-    stdout().print(
-        facts(
-            [
-                ("clip", str(output)),
-                ("request", request.summary),
-                ("took", f"{loaded - begun:.1f} s to load, {generated - loaded:.1f} s to generate"),
-            ]
-        )
-    )
+    rows = [
+        ("clip", str(output)),
+        ("request", request.summary),
+        ("took", f"{loaded - begun:.1f} s to load, {generated - loaded:.1f} s to generate"),
+    ]
+    if manifest.measures:
+        from h3compile.quality.skipped import skipped_tiles
+
+        skipped = skipped_tiles(manifest, module.measured())
+        rows.append(("skipped tiles", skipped.summary()))
+        if report is not None:
+            report.write_text(skipped.encode(), encoding="utf-8")
+            rows.append(("report", str(report)))
+    stdout().print(facts(rows))
 
 
 def _check_output(path: Path) -> None:
     if path.suffix.lower() != ".mp4":
         raise H3CompileError(f"cannot write {path}", "give a name that ends in .mp4")
-    if path.is_dir():
-        raise H3CompileError(f"{path} is a folder", "give the name of a file")
-    if not path.parent.is_dir():
-        raise H3CompileError(f"there is no folder {path.parent}", "make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise H3CompileError(f"cannot write in {path.parent}", "choose another folder")
-
-
-def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)[xX](\d+)", text.strip())
-    if found is None:
-        raise H3CompileError(f"{text!r} is not a size", "write WIDTHxHEIGHT, such as 1344x768")
-    return int(found[1]), int(found[2])
+    check_writable(path)
 
 
 def _check_partition(engine: Path, manifest: Manifest, partition: str) -> None:

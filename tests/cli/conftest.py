@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,10 +66,22 @@ def record(found: Region, artifact: str | None) -> dict[str, object]:
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
     """An engine of two regions, three calls and the partition ``transformer``."""
+    return write(tmp_path / "toy.h3e")
+
+
+@pytest.fixture
+def varied(tmp_path: Path) -> Path:
+    """The same engine whose blocks have a variant and are said to measure something."""
+    # That the values are no counts is for the runtime to find.
+    return write(tmp_path / "varied.h3e", variant="block.dense", measures=["h0", "y"])
+
+
+def write(path: Path, variant: str | None = None, measures: Sequence[str] = ()) -> Path:
     first, block = region("request", 1), region("block", 2)
-    path = tmp_path / "toy.h3e"
+    others = [region(variant, 3)] if variant else []
+    when = {"kind": "noisier", "than": 0.97}
     with EngineWriter(path) as writer:
-        for found in (first, block):
+        for found in (first, block, *others):
             writer.write_text(f"regions/{found.name}.json", region_to_json(found))
         writer.write_bytes("regions/block/code", b"x" * 2048)
         ranges = {}
@@ -93,7 +105,13 @@ def engine(tmp_path: Path) -> Path:
                     "outputs": ["y"],
                     "dims": {"rows": {"hint": 64, "largest": 4096}},
                     # On purpose not in the order of execution.
-                    "regions": [record(block, "regions/block"), record(first, None)],
+                    "regions": [
+                        *(record(other, None) for other in others),
+                        record(block, "regions/block"),
+                        record(first, None),
+                    ],
+                    "variants": {"block": [{"region": variant, "when": when}]} if variant else {},
+                    "measures": measures,
                     "calls": [call | {"range": f"{call['region']}.{call['index']}"} for call in calls],
                     "tables": [],
                     "partitions": {

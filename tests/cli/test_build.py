@@ -146,6 +146,27 @@ def test_finalize_ends_what_was_pending(h3compile, driver: Driver) -> None:  # t
 def test_the_options_are_fields_of_the_real_config() -> None:
     from h3compile.driver import BuildConfig as Real
 
-    spelled = {"partition": "partitions"}
+    spelled = {"partition": "partitions", "provider": "providers"}
     annotations = {name for name in command.__annotations__ if name not in ("return", "recipe")}
     assert {spelled.get(name, name) for name in annotations} <= set(Real.model_fields)
+
+
+def test_providers_are_typed_one_by_one(h3compile, driver: Driver) -> None:  # type: ignore[no-untyped-def]
+    done = h3compile("build", "--provider", "attention=cudnn", "--provider", "linear_fp8=triton")
+    assert done.exit_code == 0, done.stderr
+    assert driver.options == {"providers": {"attention": "cudnn", "linear_fp8": "triton"}}
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (("attention",), "--provider 'attention' names no provider: write OPERATOR=PROVIDER"),
+        (("attention=",), "--provider 'attention=' names no provider"),
+        (("attention=cudnn", "attention=triton"), "--provider names two for attention: name one"),
+    ],
+)
+def test_a_bad_provider_is_one_line(h3compile, driver: Driver, typed: tuple[str, ...], line: str) -> None:  # type: ignore[no-untyped-def]
+    done = h3compile("build", *(word for text in typed for word in ("--provider", text)))
+    assert done.exit_code == 1
+    assert line in done.stderr and done.stderr.count("\n") == 1
+    assert driver.options == {}

@@ -62,3 +62,18 @@ def test_only_verify_notices_a_flipped_byte(h3compile, engine: Path) -> None:  #
     done = h3compile("inspect", engine, "--verify")
     assert done.exit_code == 1
     assert "regions/block/code" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_variant_is_shown_with_the_calls_it_may_serve(h3compile, varied: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = cells(h3compile("inspect", varied).stdout)
+    block = rows.index(["block", "step", "2", "4", "x", "y", "2.0", "KiB"])
+    assert rows[block + 1] == ["block.dense", "step", "2", "6", "x", "y", "graph", "only"]
+    assert ["block", "block.dense", "sigma", ">", "0.97"] in rows
+    text = h3compile("inspect", varied, "--region", "block.dense").stdout
+    assert "serves the calls of block when sigma > 0.97\n" in text
+    assert ["1", "step", "h0", "y", "block.1"] in cells(text)
+    assert "serves the calls" not in h3compile("inspect", varied, "--region", "block").stdout
+
+
+def test_without_variants_nothing_is_said_of_them(h3compile, engine: Path) -> None:  # type: ignore[no-untyped-def]
+    assert "variants," not in h3compile("inspect", engine).stdout

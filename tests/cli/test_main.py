@@ -18,7 +18,7 @@ from h3compile import __version__
 from h3compile.cli.command import Command
 from h3compile.errors import EngineError, H3CompileError, Interrupted
 
-COMMANDS = ("build", "run", "inspect", "finalize", "passes", "targets", "tiny", "doctor")
+COMMANDS = ("build", "run", "calibrate", "inspect", "finalize", "passes", "targets", "tiny", "doctor")
 
 
 def shell(*arguments: str, code: int) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from h3compile.models.clip import Clip
 from h3compile.models.mp4 import read_mp4
 from h3compile.models.request import Request
 from h3compile.progress import Progress
+from h3compile.runtime.measures import MeasuredStep
 
 
 @dataclass
@@ -28,11 +30,13 @@ class Heavy:
 
     calls: list[tuple[str, object]] = field(default_factory=list)
     steps: Callable[[Callable[[], bool]], None] = lambda stop: None
+    measured: tuple[MeasuredStep, ...] = ()
 
     def load(self, path: Path, device: str | None, **options: object) -> torch.nn.Module:
         self.calls.append(("load", (path, device, options)))
         module = torch.nn.Identity()
         module.device = torch.device("cpu")  # type: ignore[assignment]
+        module.measured = lambda: self.measured  # type: ignore[assignment]
         return module
 
     def load_pipeline(self, model: Path, **options: object) -> str:
@@ -74,6 +78,8 @@ def heavy(monkeypatch: pytest.MonkeyPatch) -> Heavy:
         (["--expect", "0123"], "not the expected one"),
         (["--reference", "REFERENCE"], "references need the partition transformer_ref, and "),
         (["--model", "none"], "there is no checkpoint folder none: give --model FOLDER"),
+        (["--report", "none/r.json"], "there is no folder none: make it first"),
+        (["--report", "r.json"], "skips nothing and has nothing to report: leave --report out"),
         ([], "does not say where the other components are: give --model FOLDER"),
     ],
 )
@@ -152,6 +158,36 @@ def test_an_interrupt_after_the_last_step_writes_nothing(  # type: ignore[no-unt
     output = tmp_path / "x.mp4"
     done = h3compile("run", engine, "--prompt", "a", "--size", "32x32", "--model", tmp_path, "-o", output)
     assert (done.exit_code, output.exists()) == (130, False)
+
+
+def test_what_was_skipped_is_told_and_reported(  # type: ignore[no-untyped-def]
+    h3compile, heavy: Heavy, varied: Path, tmp_path: Path
+) -> None:
+    counts = torch.tensor([[1, 4], [3, 4]], dtype=torch.int32)
+    heavy.measured = (
+        MeasuredStep(1.0, {"block": "block.dense"}, dict.fromkeys(("h0", "y"), torch.zeros_like(counts[0]))),
+        MeasuredStep(0.5, {}, {"h0": counts[0], "y": counts[1]}),
+    )
+    small = ("--size", "32x32", "--model", tmp_path, "-o", tmp_path / "x.mp4")
+    done = h3compile("run", varied, "--prompt", "a", *small)
+    assert done.exit_code == 0, done.stderr
+    line = "50.0% of all; none in 1 of 2 steps, 50.0% in the first of the others and 50.0% in the last"
+    assert f"skipped tiles  {line}" in done.stdout
+    assert "report" not in done.stdout
+
+    report = tmp_path / "skipped.json"
+    assert h3compile("run", varied, "--prompt", "a", "--report", report, *small).exit_code == 0
+    table = json.loads(report.read_text("utf-8"))
+    assert table["calls"] == ["block.0", "block.1"]
+    assert [step["skipped"] for step in table["steps"]] == [[0, 0], [1, 3]]
+
+
+def test_an_engine_that_measures_nothing_says_nothing_of_it(  # type: ignore[no-untyped-def]
+    h3compile, heavy: Heavy, engine: Path, tmp_path: Path
+) -> None:
+    small = ("--size", "32x32", "--model", tmp_path, "-o", tmp_path / "x.mp4")
+    done = h3compile("run", engine, "--prompt", "a", *small)
+    assert done.exit_code == 0 and "skipped" not in done.stdout
 
 
 def test_the_help_states_the_defaults_of_a_request(h3compile) -> None:  # type: ignore[no-untyped-def]

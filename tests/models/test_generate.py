@@ -16,7 +16,7 @@ from torch import nn
 
 from h3compile.errors import CheckpointError, H3CompileError, Interrupted
 from h3compile.models.clip import Clip
-from h3compile.models.generate import generate, load_pipeline
+from h3compile.models.generate import denoise, generate, load_pipeline
 from h3compile.models.mp4 import read_mp4, write_mp4
 from h3compile.models.quiet import quiet_libraries
 from h3compile.models.request import Request
@@ -207,6 +207,15 @@ def test_a_stop_between_forwards_leaves_the_pipeline_usable(pipe: Any, baseline:
     pipe.transformer.calls = 0
     with pytest.raises(Interrupted, match="after 2 of 3 forwards"):
         generate(pipe, REQUEST, should_stop=lambda: pipe.transformer.calls == 2)
+    assert np.array_equal(generate(pipe, REQUEST).frames, baseline.frames)
+
+
+def test_denoising_alone_ends_with_the_last_forward(pipe: Any, baseline: Clip) -> None:
+    pipe.transformer.calls = 0
+    recorder = Recorder()
+    denoise(pipe, REQUEST, progress=recorder)
+    assert pipe.transformer.calls == REQUEST.forwards
+    assert recorder.phases == [["encode", None, 0], ["denoise", 3, 3]]
     assert np.array_equal(generate(pipe, REQUEST).frames, baseline.frames)
 
 
