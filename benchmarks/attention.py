@@ -1,17 +1,19 @@
-"""Times and checks variants of the attention kernels on the GPU that is here.
+"""Times and checks the attention of this package on the GPU that is here, beside that of others.
 
-    bash benchmarks/on_device.sh python3 benchmarks/attention.py --out DIR [--variants REGEX] [--rows 37760]
+    bash benchmarks/on_device.sh python3 benchmarks/attention.py --out DIR [--only REGEX] [--rows 37760]
 
-Variants are compiled in parallel first. Each is compared with float64 attention at awkward lengths with
-poisoned padding, and at full length on a slice of heads and query rows (Gaussian inputs, and inputs with
-strong key-channel outliers and a key mean), then timed with CUDA events, the variants taking turns. FLOP
-are 4 * rows^2 * heads * 128; bytes are those that a kernel must move.
+Kernels are compiled in parallel first. Each provider is compared with float64 attention at awkward lengths
+with poisoned padding, and at full length on a slice of heads and query rows (Gaussian inputs, and inputs with
+strong key-channel outliers and a key mean), then timed back to back. FLOP are 4 * rows^2 * heads * 128; bytes
+are the operands of a launch. Of other packages those are timed that are installed: sageattention, cudnn
+(nvidia-cudnn-frontend), and with --flashinfer, whose kernels take a minute and a half to compile, flashinfer.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -20,7 +22,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -29,197 +31,59 @@ from pathlib import Path
 import torch
 
 from h3compile.errors import BuildError
+from h3compile.ops import OPERATORS
 from h3compile.ops.cubin import Kernels
 from h3compile.ops.kernels.compile import ARCHES, compile_spec, usage
-from h3compile.ops.launch import Binary, Launch, Spec, ceil_div
+from h3compile.ops.launch import Binary, Launch, Run, Spec
+from h3compile.ops.operator import Operand, Outputs, Provider
 
 D, EPS, TURNED = 128, 1e-5, 96
 LENGTHS = (1, 15, 16, 17, 63, 127, 128, 129, 191, 255, 1000)
+SHORT_HEADS = 3
+QK_TYPES, BLOCKS = ("fp8_e4m3", "int8"), (128, 64, 16)
 SHARES = (0.1, 0.5, 0.8)  # lambda of Skip-Softmax
-
-Constant = int | float | bool | None
+# Relative errors on short documents beyond which something is wrong, not rounded.
+BOUNDS = {"attention": 0.006, "sage_attention": 0.16}
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A kernel with its tuning; what depends on the inputs is added when it is launched."""
+class Case:
+    """An operator by one of its providers, with the options that its quantized operands have."""
 
-    name: str
-    kernel: str  # module:function
-    constants: tuple[tuple[str, Constant], ...]
-    warps: int = 4
-    stages: int = 3
-    registers: int | None = None
-    int8: bool = False
-    expected: str = ""  # what was predicted before it was measured
+    operator: str
+    provider: str
+    qk: str = ""
+    block: int = 128
+    share: float | None = None
 
     @property
-    def kind(self) -> str:
-        return self.kernel.partition(":")[2].removesuffix("_kernel")
-
-    def get(self, name: str, default: Constant = None) -> Constant:
-        return dict(self.constants).get(name, default)
-
-    def number(self, name: str) -> int:
-        value = self.get(name)
-        assert isinstance(value, int), (self.name, name)
-        return value
+    def name(self) -> str:
+        words = [self.operator.removesuffix(".default"), self.provider, self.qk]
+        words += [str(self.block)] if self.qk else []
+        words += [f"lambda {self.share}"] if self.share is not None else []
+        return " ".join(word for word in words if word)
 
 
-def sage(
-    module: str,
-    q: int,
-    k: int,
-    stages: int,
-    registers: int | None,
-    expected: str,
-    options: dict[str, Constant],
-) -> Variant:
-    int8 = bool(options.pop("INT8", False))
-    defaults = {"K_BLOCK": 128, "THRESHOLD": 0.0, "POLY": 0, "Q_TILE": q, "K_TILE": k, "STAGES": stages}
-    words = ["hopper" if module == "attention_hopper" else "sage", "int8" if int8 else "fp8", f"{q}x{k}"]
-    words += [f"s{stages}"] + ([f"r{registers}"] if registers else [])
-    words += [f"{key.lower()}{value}" for key, value in options.items()]
-    constants = tuple({**defaults, **options}.items())
-    return Variant(" ".join(words), f"{module}:sage_kernel", constants, 4, stages, registers, int8, expected)
+@functools.cache
+def provider(operator: str, name: str) -> Provider:
+    known = next(one for one in OPERATORS if one.name == operator)
+    return next(one for one in known.providers if one.name == name)
 
 
-def triton(expected: str, registers: int | None = 168, **options: Constant) -> Variant:
-    return sage("attention", 64, 128, 2, registers, expected, {"PARTIAL": False, **options})
-
-
-def hopper(expected: str, stages: int = 4, **options: Constant) -> Variant:
-    return sage("attention_hopper", 192, 128, stages, None, expected, {"LAG": 2, "HALVES": True, **options})
-
-
-def dense(q: int, k: int, warps: int, stages: int, registers: int | None = None, expected: str = "",
-          threshold: float = 0.0) -> Variant:  # fmt: skip
-    constants = (("THRESHOLD", threshold), ("Q_TILE", q), ("K_TILE", k), ("STAGES", stages))
-    name = f"dense {q}x{k} w{warps} s{stages}{f' r{registers}' if registers else ''}"
-    name += f" threshold{threshold}" if threshold else ""
-    return Variant(name, "attention:dense_kernel", constants, warps, stages, registers, expected=expected)
-
-
-def prepare(kind: str, warps: int, expected: str = "", int8: bool = False, **constants: Constant) -> Variant:
-    name = f"{kind}{' int8' if int8 else ''} w{warps} " + " ".join(
-        f"{k.lower()}{v}" for k, v in constants.items()
-    )
-    return Variant(
-        name, f"qk_prepare:{kind}_kernel", tuple(constants.items()), warps, 3, None, int8, expected
-    )
-
-
-def variants(rows: int) -> list[Variant]:
-    low = [share * rows for share in SHARES]
-    return [
-        hopper("38.5 ms: L2 traffic is a third, products overlap the second half of the exponentials"),
-        hopper("40: nothing overlaps within a warpgroup", HALVES=False),
-        hopper("38.5: K and V come in time with 3 already", 3),
-        hopper("38.5", 5),
-        hopper("39.5: coupled more closely", LAG=1),
-        hopper("37: if exponentials and F2FP share a pipe, else 40", POLY=1),
-        hopper("39", POLY=1, HALVES=False),
-        hopper("42: too many instructions", POLY=2),
-        hopper("41: 64 moves a tile more", INT8=True),
-        hopper("42", INT8=True, HALVES=False),
-        hopper("40", INT8=True, POLY=1),
-        hopper("41: 64 multiplications a tile more", K_BLOCK=64),
-        hopper("42: and 8 loads", K_BLOCK=16),
-        hopper("45", INT8=True, K_BLOCK=16),
-        hopper("42 where nothing is skipped: two barriers a tile more", THRESHOLD=low[0]),
-        hopper("42", THRESHOLD=low[1]),
-        hopper("33: a third is skipped", THRESHOLD=low[2]),
-        triton("44.6 as before"),
-        triton("44: no exchange for the sum", PARTIAL=True),
-        triton("44.5: ptxas spills less", 160),
-        triton("45: less room", 152),
-        triton("52: two programs an SM", 176),
-        triton("46: bound by L2, not by exponentials", POLY=1),
-        triton("45", INT8=True),
-        triton("47", K_BLOCK=64),
-        triton("48", K_BLOCK=16),
-        triton("48", THRESHOLD=low[0]),
-        triton("40", THRESHOLD=low[2]),
-        dense(64, 64, 4, 3, None, "79 as before"),
-        dense(64, 64, 4, 2, 168, "75: three programs an SM"),
-        dense(128, 64, 8, 2, 128, "80: spills"),
-        dense(128, 64, 8, 3, None, "80 as before"),
-        dense(64, 64, 4, 2, 168, "80", low[0]),
-        dense(64, 64, 4, 2, 168, "60", low[2]),
-        prepare("statistics", 4, "0.32 ms: nothing is read twice", ROWS=256, STEP=16),
-        prepare("statistics", 4, "0.33", ROWS=512, STEP=16),
-        prepare("statistics", 4, "0.33: more in flight", ROWS=256, STEP=8),
-        prepare("statistics", 8, "0.33", ROWS=256, STEP=32),
-        prepare("statistics", 8, "0.34", ROWS=256, STEP=16),
-        prepare("reduce", 4, "0.04", RUNS=32),
-        prepare("quantize_q", 4, "0.25 ms (0.20 at the rate of a copy)", ROWS=16),
-        prepare("quantize_q", 8, "0.25", ROWS=32),
-        prepare("quantize_q", 2, "0.26", ROWS=16),
-        prepare("quantize_q", 4, "0.28: half the warps", ROWS=32),
-        prepare("quantize_q", 4, "0.25", True, ROWS=16),
-        prepare("quantize_k", 8, "0.28", BLOCK=128, STEP=16),
-        prepare("quantize_k", 16, "0.30", BLOCK=128, STEP=64),
-        prepare("quantize_k", 16, "0.32", BLOCK=128, STEP=128),
-        prepare("quantize_k", 8, "0.26", BLOCK=64, STEP=32),
-        prepare("quantize_k", 4, "0.27", BLOCK=64, STEP=16),
-        prepare("quantize_k", 4, "0.26", BLOCK=16, STEP=16),
-        prepare("quantize_k", 2, "0.28", BLOCK=16, STEP=16),
-        prepare("quantize_k", 8, "0.28", True, BLOCK=128, STEP=16),
-        prepare("quantize_k", 4, "0.26", True, BLOCK=16, STEP=16),
-        prepare("quantize_v", 4, "0.22", CHANNELS=64),
-        prepare("quantize_v", 8, "0.23", CHANNELS=128),
-        prepare("quantize_v", 4, "0.23", CHANNELS=32),
-        prepare("quantize_v", 16, "0.24", CHANNELS=128),
-    ]
-
-
-# Triton types of the parameters, by name; those of 8-bit queries and keys depend on the variant.
-TYPES = (
-    dict.fromkeys(("k_scale", "q_scale", "v_scale", "scales", "mean", "k_mean", "k_sum", "v_amax"), "*fp32")
-    | dict.fromkeys(("x", "weight", "k_weight", "cos", "sin", "out"), "*bf16")
-    | dict.fromkeys(("rows", "valid", "runs"), "i32")
-    | {"counts": "*i32"}
-)
-PARAMETERS = {
-    "sage": "q q_scale k k_scale v v_scale out counts rows valid",
-    "dense": "q k v out counts rows valid",
-    "statistics": "k v k_weight cos sin k_sum v_amax valid",
-    "reduce": "k_sum v_amax k_mean v_scale runs valid",
-    "quantize_q": "x weight cos sin values scales rows valid",
-    "quantize_k": "x weight cos sin mean values scales rows valid",
-    "quantize_v": "x scales values rows valid",
-}
-
-
-def spec_of(variant: Variant, heads: int) -> Spec:
-    """The specification to compile for ``heads`` heads of a joint projection."""
-    eight = "*i8" if variant.int8 else "*fp8e4nv"
-    own = {
-        "sage": {"q": eight, "k": eight, "v": "*fp8e4nv"},
-        "dense": dict.fromkeys("qkv", "*bf16"),
-        "statistics": dict.fromkeys("kv", "*bf16"),
-    }.get(variant.kind, {"values": eight})
-    types = tuple((name, {**TYPES, **own}[name]) for name in PARAMETERS[variant.kind].split())
-    joint = 3 * heads * D
-    sizes: dict[str, dict[str, Constant]] = {
-        "sage": {"HEADS": heads},
-        "dense": {"HEADS": heads, "Q_STRIDE": heads * D, "K_STRIDE": heads * D, "V_STRIDE": joint},
-        "statistics": {"HEADS": heads, "K_STRIDE": joint, "V_STRIDE": joint, "TURNED": TURNED, "EPS": EPS},
-        "reduce": {"HEADS": heads},
-        "quantize_q": {"STRIDE": joint, "TURNED": TURNED, "EPS": EPS},
-        "quantize_k": {"STRIDE": joint, "TURNED": TURNED, "EPS": EPS},
-        "quantize_v": {"STRIDE": joint},
-    }
-    constants = (*sizes[variant.kind].items(), *variant.constants)
-    return Spec(
-        variant.kernel,
-        types,
-        constants,
-        variant.warps,
-        variant.stages,
-        variant.registers,
-        gluon=variant.kernel.startswith("attention_hopper"),
-    )
+def cases() -> Iterator[Case]:
+    """What is measured, wherever it is legal."""
+    for operator in OPERATORS:
+        for name in (one.name for one in operator.providers):
+            if operator.name == "attention.default" and name != "sdpa":
+                yield Case(operator.name, name)
+            elif operator.name == "sage_attention.default":
+                for qk, block in itertools.product(QK_TYPES, BLOCKS):
+                    yield Case(operator.name, name, qk, block)
+            elif operator.name == "attention.skip":
+                yield Case(operator.name, name, share=SHARES[-1])
+            elif operator.name == "sage_attention.skip":
+                for share in SHARES:
+                    yield Case(operator.name, name, QK_TYPES[0], 128, share)
 
 
 @dataclass
@@ -227,70 +91,79 @@ class Report:
     """A line of the table."""
 
     name: str
-    expected: str = ""
+    unit: str = "TFLOP/s"
     failed: str = ""
     registers: int = 0
     stack: int = 0
-    shared: int = 0
     ms: float = 0.0  # back to back, with the card hot
     cool: float = 0.0  # in turns, each after a pause
-    rate: float = 0.0  # FLOP or bytes a second, in 10^12
+    rate: float = 0.0  # of ``unit``
     errors: dict[str, float] = field(default_factory=dict)  # relative, by input
     wrong: list[tuple[int, float, bool]] = field(default_factory=list)  # valid length, error, padding zero
     skipped: float | None = None
 
     def line(self) -> str:
+        if self.failed:
+            return f"{self.name:46} {self.failed}"
+        used = f"{self.registers:3} + {self.stack}" if self.registers else ""
         errors = " ".join(f"{kind} {error:.4f}" for kind, error in self.errors.items())
         skipped = "" if self.skipped is None else f" skipped {self.skipped:.3f}"
+        wrong = f" WRONG {self.wrong}" if self.wrong else ""
         return (
-            f"{self.name:46} {self.ms:8.3f} {self.rate:7.1f} (cool {self.cool:7.3f}) {self.registers:3} regs {self.stack:3} stack"
-            f" {self.shared:6} shared  {errors}{skipped}  | {self.expected}"
+            f"{self.name:46} {self.ms:8.3f} ms {self.rate:7.1f} {self.unit:7} (cool {self.cool:7.3f})"
+            f" {used:9} {errors}{skipped}{wrong}"
         )
-
-
-def compiled(spec: Spec, arch: str, folder: Path) -> tuple[Spec, Binary | str, int, int]:
-    """Compile in a worker: the binary, or why there is none; registers and stack."""
-    try:
-        fields = asdict(compile_spec(spec, arch))
-    except BuildError as error:
-        return spec, str(error), 0, 0
-    code = fields.pop("code")
-    file = folder / spec.key
-    file.write_bytes(code)
-    used = usage(code)
-    return spec, Binary(file=file, **fields), used.registers, used.stack
-
-
-class Device:
-    """Launches variants, each compiled for the numbers of heads that are used."""
-
-    def __init__(self, binaries: dict[str, Binary]) -> None:
-        self.kernels = Kernels(binaries, torch.device("cuda", 0))
-        self.spec = functools.cache(spec_of)
-
-    def launch(
-        self, variant: Variant, heads: int, grid: tuple[int, ...], *arguments: torch.Tensor | int
-    ) -> None:
-        whole = (*grid, 1, 1)
-        self.kernels(Launch(self.spec(variant, heads), (whole[0], whole[1], whole[2]), arguments))
 
 
 @dataclass
 class Inputs:
     """A joint projection and what norms and turns it; rows from ``valid`` on are NaN."""
 
-    qkv: torch.Tensor
+    qkv: torch.Tensor  # [1, rows, 3 * heads * D]
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    rows: int
     valid: int
     heads: int
+    quantized: dict[tuple[str, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.qkv.shape[1]
 
     def part(self, index: int) -> torch.Tensor:
-        width = self.heads * D
-        return self.qkv[:, index * width : (index + 1) * width]
+        return self.qkv.view(1, self.rows, 3, self.heads, D)[:, :, index]
+
+    def prepared(self, run: Run, arch: str, qk: str, block: int) -> tuple[torch.Tensor, ...]:
+        """The operands of SAGE."""
+        options = (self.heads, EPS, qk, block, True, self.valid)
+        weights = (self.q_weight, self.k_weight, self.cos, self.sin)
+        made = provider("sage_prepare.default", "triton").launch(run, arch, self.qkv, *weights, *options)
+        assert isinstance(made, tuple)
+        return made
+
+    @functools.cached_property
+    def normed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normed and turned q, k in BF16, and v as it lies in the projection; [1, rows, heads, D]."""
+        shape = (1, self.rows, self.heads, D)
+        q, k = (self.qkv.new_full(shape, float("nan")) for _ in range(2))
+        # There is nothing to compute without data.
+        for head in range(0 if self.qkv.is_meta else self.heads):
+            for part, target in enumerate((q, k)):
+                target[0, : self.valid, head] = exact(self, part, head).bfloat16()
+        return q, k, self.part(2)
+
+    def operands(self, run: Run, arch: str, case: Case, rows: int) -> tuple[Operand, ...]:
+        """The operands of ``case``, whose threshold is for a document of ``rows`` rows."""
+        made: tuple[Operand, ...] = self.normed
+        if case.qk:
+            key = case.qk, case.block
+            if key not in self.quantized:
+                self.quantized[key] = self.prepared(run, arch, *key)
+            made = (*self.quantized[key], case.block, torch.bfloat16)
+        threshold = () if case.share is None else (case.share * rows,)
+        return (*made, *threshold, self.valid)
 
 
 def make_inputs(kind: str, rows: int, valid: int, heads: int, seed: int) -> Inputs:
@@ -299,25 +172,33 @@ def make_inputs(kind: str, rows: int, valid: int, heads: int, seed: int) -> Inpu
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    qkv = torch.empty(rows, 3 * heads * D, dtype=torch.bfloat16, device="cuda")
+    qkv = torch.empty(1, rows, 3 * heads * D, dtype=torch.bfloat16, device="cuda")
     for start in range(0, rows, 4096):
-        qkv[start : start + 4096] = normal(min(4096, rows - start), 3 * heads * D)
+        qkv[:, start : start + 4096] = normal(min(4096, rows - start), 3 * heads * D)
     weights = [1 + 0.1 * normal(D) for _ in range(2)]
     if kind == "outlier":
         # Four channels of K ten times as large, and a mean as large as the rest of K.
-        k = qkv[:, heads * D : 2 * heads * D].view(rows, heads, D)
+        k = qkv.view(rows, 3, heads, D)[:, 1]
         k += normal(heads, D).bfloat16()
         k[:, :, 98:102] *= 10
         weights[1][98:102] *= 2
     angles = 6.28 * torch.rand(rows, TURNED, generator=generator, device="cuda")
-    qkv[valid:] = float("nan")
+    qkv[:, valid:] = float("nan")
     q_weight, k_weight, cos, sin = (t.bfloat16() for t in (*weights, angles.cos(), angles.sin()))
-    return Inputs(qkv, q_weight, k_weight, cos, sin, rows, valid, heads)
+    return Inputs(qkv, q_weight, k_weight, cos, sin, valid, heads)
+
+
+def stand_in(heads: int) -> Inputs:
+    """Inputs without data: what is launched on them is what is launched on others with as many heads."""
+    bf16 = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    return Inputs(
+        bf16(1, 128, 3 * heads * D), bf16(D), bf16(D), bf16(128, TURNED), bf16(128, TURNED), 128, heads
+    )
 
 
 def exact(inputs: Inputs, part: int, head: int) -> torch.Tensor:
     """Queries, keys or values of a head in float64, normed and turned."""
-    x = inputs.part(part)[: inputs.valid, head * D : (head + 1) * D].double()
+    x = inputs.part(part)[0, : inputs.valid, head].double()
     if part == 2:
         return x
     weight = (inputs.q_weight, inputs.k_weight)[part].double()
@@ -329,7 +210,7 @@ def exact(inputs: Inputs, part: int, head: int) -> torch.Tensor:
 
 
 def attended(inputs: Inputs, heads: Iterable[int], queries: torch.Tensor) -> torch.Tensor:
-    """Float64 attention, [queries, heads, D]."""
+    """Float64 attention of some heads and query rows, [queries, heads, D]."""
     out = []
     for head in heads:
         q, k, v = (exact(inputs, part, head) for part in range(3))
@@ -337,95 +218,88 @@ def attended(inputs: Inputs, heads: Iterable[int], queries: torch.Tensor) -> tor
     return torch.stack(out, 1)
 
 
-class Prepared:
-    """Quantized operands of some inputs, made by one variant of each kernel."""
-
-    def __init__(self, device: Device, inputs: Inputs, by: dict[str, Variant]) -> None:
-        self.device, self.inputs, self.by = device, inputs, by
-        rows, heads = inputs.rows, inputs.heads
-        eight = torch.int8 if by["quantize_k"].int8 else torch.float8_e4m3fn
-        self.block = by["quantize_k"].number("BLOCK")
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(*shape, dtype=dtype, device="cuda")
-
-        self.runs = ceil_div(inputs.valid, by["statistics"].number("ROWS"))
-        self.k_sum, self.v_amax = empty(2, self.runs, heads, D), empty(self.runs, heads, D)
-        self.k_mean, self.v_scale = empty(heads, D), empty(heads, D)
-        self.q, self.k = (empty(heads, rows, D, dtype=eight) for _ in range(2))
-        self.q_scale, self.k_scale = empty(heads, rows), empty(heads, ceil_div(rows, self.block))
-        self.v = empty(heads, D, ceil_div(rows, 128) * 128, dtype=torch.float8_e4m3fn)
-
-    def run(self, kind: str) -> None:
-        """Launch the kernel of ``kind``."""
-        x, variant = self.inputs, self.by[kind]
-        tables, ends = (x.cos, x.sin), (x.rows, x.valid)
-        launch = functools.partial(self.device.launch, variant, x.heads)
-        if kind == "statistics":
-            launch(
-                (x.heads, self.runs),
-                x.part(1),
-                x.part(2),
-                x.k_weight,
-                *tables,
-                self.k_sum,
-                self.v_amax,
-                x.valid,
-            )
-        elif kind == "reduce":
-            launch((x.heads,), self.k_sum, self.v_amax, self.k_mean, self.v_scale, self.runs, x.valid)
-        elif kind == "quantize_q":
-            grid = (x.heads, ceil_div(x.rows, variant.number("ROWS")))
-            launch(grid, x.part(0), x.q_weight, *tables, self.q, self.q_scale, *ends)
-        elif kind == "quantize_k":
-            grid = (x.heads, ceil_div(x.rows, self.block))
-            launch(grid, x.part(1), x.k_weight, *tables, self.k_mean, self.k, self.k_scale, *ends)
-        else:
-            grid = (D // variant.number("CHANNELS"), ceil_div(x.rows, 128), x.heads)
-            launch(grid, x.part(2), self.v_scale, self.v, *ends)
-
-    def __call__(self) -> Prepared:
-        for kind in ("statistics", "reduce", "quantize_q", "quantize_k", "quantize_v"):
-            self.run(kind)
-        return self
-
-
-def run_sage(
-    device: Device, variant: Variant, x: Inputs, o: Prepared, out: torch.Tensor, counts: torch.Tensor
-) -> None:
-    grid = (ceil_div(x.rows, variant.number("Q_TILE")), x.heads)
-    operands = (o.q, o.q_scale, o.k, o.k_scale, o.v, o.v_scale)
-    device.launch(variant, x.heads, grid, *operands, out, counts, x.rows, x.valid)
-
-
-def run_dense(
-    device: Device,
-    variant: Variant,
-    x: Inputs,
-    qkv: tuple[torch.Tensor, ...],
-    out: torch.Tensor,
-    counts: torch.Tensor,
-) -> None:
-    grid = (ceil_div(x.rows, variant.number("Q_TILE")), x.heads)
-    device.launch(variant, x.heads, grid, *qkv, out, counts, x.rows, x.valid)
-
-
-def dense_operands(x: Inputs) -> tuple[torch.Tensor, ...]:
-    """Normed and turned q, k in BF16, and v as it lies in the projection."""
-    shape = (x.rows, x.heads * D)
-    q, k = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    for head in range(x.heads):
-        columns = slice(head * D, (head + 1) * D)
-        q[: x.valid, columns] = exact(x, 0, head).bfloat16()
-        k[: x.valid, columns] = exact(x, 1, head).bfloat16()
-    return q, k, x.part(2)
+def sampled(truth: torch.Tensor, queries: torch.Tensor, heads: list[int], out: torch.Tensor) -> float:
+    """The error of ``out`` [1, rows, heads, D] where the truth is known."""
+    return relative(out[0, queries][:, heads], truth)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b).norm() / b.norm())
 
 
-def timed(runs: dict[str, Callable[[], None]], rounds: int, budget: float) -> dict[str, float]:
+# Other packages: from q, k, v [1, rows, heads, D] a function that computes attention of that shape, and the
+# scale of its result. Only SageAttention quantizes within the time; the others are given 8-bit operands.
+Peer = tuple[Callable[[], torch.Tensor], float]
+
+
+def by_sageattention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Peer:
+    sageattn = importlib.import_module("sageattention").sageattn
+    parts = [part.transpose(1, 2).contiguous() for part in (q, k, v)]
+    return lambda: sageattn(*parts, tensor_layout="HND", is_causal=False).transpose(1, 2), 1.0
+
+
+def per_tensor(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    scale = float(x.abs().max()) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Peer:
+    cudnn = importlib.import_module("cudnn")
+    fp8, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    made, scales = zip(*(per_tensor(part) for part in (q, k, v)), strict=True)
+    parts = [part.transpose(1, 2) for part in made]
+    out = torch.empty_like(q, dtype=torch.float8_e4m3fn).transpose(1, 2)
+    # The result is no larger than the largest value.
+    numbers = [*scales, 1 / 448, 448.0, 1 / scales[2]]
+    scalars = [torch.full((1, 1, 1, 1), number, device="cuda") for number in numbers]
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    types = {"io_data_type": fp8, "intermediate_data_type": fp32, "compute_data_type": fp32}
+    graph = cudnn.pygraph(handle=handle, **types)
+
+    def tensor(data: torch.Tensor, kind: object) -> object:
+        return graph.tensor(dim=list(data.shape), stride=list(data.stride()), data_type=kind)
+
+    given = [tensor(part, fp8) for part in parts] + [tensor(scalar, fp32) for scalar in scalars]
+    scaling = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    names = ("q", "k", "v", *scaling)
+    result, _, *maxima = graph.sdpa_fp8(
+        **dict(zip(names, given, strict=True)),
+        generate_stats=False,
+        attn_scale=D**-0.5,
+        use_causal_mask=False,
+    )
+    result.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride())).set_data_type(fp8)
+    largest = [torch.zeros(1, 1, 1, 1, device="cuda") for _ in maxima]
+    for one in maxima:
+        one.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_data_type(fp32)
+    graph.build([cudnn.heur_mode.A])
+    pack = dict(zip([*given, result, *maxima], [*parts, *scalars, out, *largest], strict=True))
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+
+    def attention() -> torch.Tensor:
+        graph.execute(pack, workspace, handle=handle)
+        return out.transpose(1, 2)
+
+    return attention, scales[2]
+
+
+def by_flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Peer:
+    attend = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+    parts, scales = zip(*(per_tensor(part[0]) for part in (q, k, v)), strict=True)
+    heads = [torch.full((q.shape[2],), scale, device="cuda") for scale in scales]
+    options = {"o_dtype": torch.bfloat16, "causal": False, "backend": "fa3"}
+    return lambda: attend(*parts, *heads, **options)[None], 1.0
+
+
+PEERS = {
+    "SageAttention, with quantization": by_sageattention,
+    "cuDNN FP8, one scale a tensor": by_cudnn,
+    "FlashInfer FA3 FP8, one scale a head": by_flashinfer,
+}
+
+
+def timed(runs: dict[str, Callable[[], object]], rounds: int, budget: float) -> dict[str, float]:
     """Median milliseconds of each callable, taking turns."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     started = time.perf_counter()
@@ -444,7 +318,7 @@ def timed(runs: dict[str, Callable[[], None]], rounds: int, budget: float) -> di
 
 
 def timed_hot(
-    runs: dict[str, Callable[[], None]], cool: dict[str, float], seconds: float
+    runs: dict[str, Callable[[], object]], cool: dict[str, float], seconds: float
 ) -> dict[str, float]:
     """Median milliseconds of launches back to back, of the second half of ``seconds``.
 
@@ -464,155 +338,222 @@ def timed_hot(
     return found
 
 
+def alone(outputs: Outputs) -> torch.Tensor:
+    """The result of an attention without the counts of tiles."""
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+
 class Bench:
-    """What is measured: variants with their reports."""
+    """Measures on one device; a report of every case and of what is timed beside them, by name."""
 
-    def __init__(self, device: Device, ready: list[Variant], reports: dict[str, Report]) -> None:
-        self.device, self.reports = device, reports
-        self.attention = [v for v in ready if v.kind in ("sage", "dense")]
-        self.preparing = [v for v in ready if v.kind not in ("sage", "dense")]
+    def __init__(self, arch: str, run: Run, ready: list[Case], reports: dict[str, Report]) -> None:
+        self.arch, self.run, self.cases, self.reports = arch, run, ready, reports
 
-    def makers(self, int8: bool, block: int) -> dict[str, Variant]:
-        """The first variant of each preparing kernel for such operands."""
-        by: dict[str, Variant] = {}
-        for variant in self.preparing:
-            if variant.kind in ("quantize_q", "quantize_k") and variant.int8 != int8:
-                continue
-            if variant.get("BLOCK", block) == block:
-                by.setdefault(variant.kind, variant)
-        return by
+    def call(self, case: Case, x: Inputs, rows: int) -> Callable[[], Outputs]:
+        """A launch of ``case`` on ``x``."""
+        operands = x.operands(self.run, self.arch, case, rows)
+        return functools.partial(
+            provider(case.operator, case.provider).launch, self.run, self.arch, *operands
+        )
 
-    def runs(self, x: Inputs, out: torch.Tensor, counts: torch.Tensor) -> dict[str, Callable[[], None]]:
-        """A launch of every attention variant on ``x``, by name."""
-        made: dict[tuple[bool, int], Prepared] = {}
-        operands = dense_operands(x)
-        found: dict[str, Callable[[], None]] = {}
-        for variant in self.attention:
-            if variant.kind == "dense":
-                run = functools.partial(run_dense, self.device, variant, x, operands, out, counts)
-            else:
-                key = (variant.int8, variant.number("K_BLOCK"))
-                if key not in made:
-                    made[key] = Prepared(self.device, x, self.makers(*key))()
-                run = functools.partial(run_sage, self.device, variant, x, made[key], out, counts)
-            found[variant.name] = run
-        return found
-
-    def check_short(self, heads: int) -> None:
+    def check_short(self) -> None:
         """Every row of every head at awkward lengths, rows after the valid ones poisoned."""
         for valid in LENGTHS:
-            x = make_inputs("gaussian", valid + 200, valid, heads, valid)
-            truth = attended(x, range(heads), torch.arange(valid, device="cuda"))
-            out = torch.empty((x.rows, heads, D), dtype=torch.bfloat16, device="cuda")
-            counts = torch.zeros(2, dtype=torch.int32, device="cuda")
-            for variant in self.attention:
-                if variant.get("THRESHOLD"):
+            x = make_inputs("gaussian", valid + 200, valid, SHORT_HEADS, valid)
+            truth = attended(x, range(x.heads), torch.arange(valid, device="cuda"))
+            for case in self.cases:
+                if case.share is not None:
                     continue
-                out.fill_(float("nan"))
-                self.runs_once(x, out, counts, variant)
+                out = alone(self.call(case, x, valid)())[0]
                 error = relative(out[:valid], truth) if bool(out.isfinite().all()) else float("nan")
                 clean = bool((out[valid:] == 0).all())
-                report = self.reports[variant.name]
-                if not (error < (0.16 if variant.kind == "sage" else 0.006) and clean):
+                report = self.reports[case.name]
+                if not (error < BOUNDS[case.operator.partition(".")[0]] and clean):
                     report.wrong.append((valid, round(error, 4), clean))
                 report.errors["short"] = max(report.errors.get("short", 0.0), error)
-        for report in self.reports.values():
-            if report.wrong:
-                print(f"  WRONG {report.name}: {report.wrong}", flush=True)
 
-    def runs_once(self, x: Inputs, out: torch.Tensor, counts: torch.Tensor, variant: Variant) -> None:
-        only = Bench(self.device, [variant, *self.preparing], self.reports)
-        only.runs(x, out, counts)[variant.name]()
-
-    def measure(self, rows: int, heads: int, rounds: int) -> None:
+    def measure(self, rows: int, heads: int, rounds: int, flashinfer: bool) -> None:
         """Errors and times at full length."""
         queries = torch.randint(0, rows, (192,), device="cuda")
         slices = [0, heads // 2]
-        out = torch.empty(rows, heads, D, dtype=torch.bfloat16, device="cuda")
-        counts = torch.zeros(2, dtype=torch.int32, device="cuda")
-        runs: dict[str, Callable[[], None]] = {}
+        runs: dict[str, Callable[[], object]] = {}
+        x = make_inputs("outlier", rows, rows, heads, 7)
         for kind in ("outlier", "gaussian"):
-            x = make_inputs(kind, rows, rows, heads, 7)
-            truth = attended(x, slices, queries)
-            runs = self.runs(x, out, counts)
-            for name, run in runs.items():
-                out.fill_(float("nan"))
-                counts.zero_()
-                run()
-                report = self.reports[name]
-                report.errors[kind] = relative(out[queries][:, slices], truth)
-                skipped, considered = counts.tolist()
-                if "threshold" in name:
+            if kind == "gaussian":
+                runs.clear()
+                x = make_inputs(kind, rows, rows, heads, 7)
+            error = functools.partial(sampled, attended(x, slices, queries), queries, slices)
+            for case in self.cases:
+                run = self.call(case, x, rows)
+                outputs = run()
+                report = self.reports[case.name]
+                report.errors[kind] = error(alone(outputs))
+                if isinstance(outputs, tuple):
+                    skipped, considered = outputs[1].tolist()
                     report.skipped = skipped / considered
-        for variant in self.preparing:
-            by = self.makers(variant.int8, int(variant.get("BLOCK", 128) or 128)) | {variant.kind: variant}
-            runs[variant.name] = functools.partial(Prepared(self.device, x, by)().run, variant.kind)
-        for int8 in (False, True):
-            by = self.makers(int8, 128)
-            if len(by) == 5:
-                runs[f"prepare {'int8' if int8 else 'fp8'} 128"] = Prepared(self.device, x, by)
-        q, k, v = (t.reshape(1, rows, heads, D).transpose(1, 2) for t in dense_operands(x))
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-        runs["cudnn bf16"] = lambda: cudnn(q, k, v, None, False)
-        flop, part = 4 * rows * rows * heads * D, rows * heads * D
-        moved = {"statistics": 4 * part, "reduce": part // 16, "prepare": 13 * part}
+                runs[case.name] = run
+            self.add_peers(runs, x, kind, flashinfer, error)
+        moved = self.add_preparation(runs, x)
+        flop = 4 * rows * rows * heads * D
         cool = timed(runs, rounds, 60.0)
         for name, ms in timed_hot(runs, cool, 0.7).items():
             report = self.reports.setdefault(name, Report(name))
-            word = name.split()[0]
-            work = moved.get(word, 3 * part if word.startswith("quantize") else flop)
-            report.cool, report.ms, report.rate = cool[name], ms, work / ms / 1e9
+            report.unit = "TB/s" if name in moved else "TFLOP/s"
+            report.cool, report.ms, report.rate = cool[name], ms, moved.get(name, flop) / ms / 1e9
+
+    def add_peers(
+        self,
+        runs: dict[str, Callable[[], object]],
+        x: Inputs,
+        kind: str,
+        flashinfer: bool,
+        error: Callable[[torch.Tensor], float],
+    ) -> None:
+        """What other packages make of ``x``; a package that fails says why, and is left out."""
+        for name, make in PEERS.items():
+            report = self.reports.setdefault(name, Report(name))
+            if make is by_flashinfer and not flashinfer:
+                report.failed = "not asked for (--flashinfer)"
+            if report.failed:
+                continue
+            try:
+                run, scale = make(*x.normed)
+                report.errors[kind] = error(run().double() * scale)
+            except Exception as problem:  # whatever a package of others raises
+                report.failed = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:150]}"
+            else:
+                runs[name] = run
+
+    def add_preparation(self, runs: dict[str, Callable[[], object]], x: Inputs) -> dict[str, int]:
+        """Preparing, in parts, whole and with the attention after it; the bytes that the former move."""
+        moved: dict[str, int] = {}
+        seen: set[Spec] = set()
+        for qk, block in itertools.product(QK_TYPES, BLOCKS):
+            launches: list[Launch] = []
+            x.prepared(launches.append, self.arch, qk, block)
+            for index, launch in enumerate(launches):
+                if launch.spec in seen:
+                    continue
+                seen.add(launch.spec)
+                name = f"  {index} {launch.spec.kernel.partition(':')[2]} {qk} {block}"
+                moved[name] = sum(a.nbytes for a in launch.arguments if isinstance(a, torch.Tensor))
+                runs[name] = functools.partial(self.run, launch)
+            if block != BLOCKS[0]:
+                continue
+            whole = f"prepare {qk} {block}"
+            moved[whole] = sum(moved_by(x.prepared(self.run, self.arch, qk, block), x.qkv))
+            runs[whole] = functools.partial(x.prepared, self.run, self.arch, qk, block)
+            for case in self.cases:
+                if (case.operator, case.qk, case.block) == ("sage_attention.default", qk, block):
+                    name = f"prepare + {case.name}"
+                    runs[name] = functools.partial(self.both, case, x)
+        return moved
+
+    def both(self, case: Case, x: Inputs) -> None:
+        """SAGE with all that comes before it."""
+        prepared = x.prepared(self.run, self.arch, case.qk, case.block)
+        launch = provider(case.operator, case.provider).launch
+        launch(self.run, self.arch, *prepared, case.block, torch.bfloat16, x.valid)
+
+
+def moved_by(prepared: tuple[torch.Tensor, ...], qkv: torch.Tensor) -> Iterator[int]:
+    """Bytes of the operands written, of the projection, and of its keys and values once more."""
+    yield from (part.nbytes for part in prepared)
+    yield qkv.nbytes * 5 // 3
+
+
+def specs_of(arch: str, ready: Iterable[Case], rows: int, heads: int) -> dict[Spec, str]:
+    """What the cases launch on documents of ``rows`` rows, and on short ones; a case that wants it."""
+    found: dict[Spec, str] = {}
+    for count in dict.fromkeys((heads, SHORT_HEADS)):
+        x = stand_in(count)
+        launches: list[Launch] = []
+        for qk, block in itertools.product(QK_TYPES, BLOCKS):
+            x.prepared(launches.append, arch, qk, block)
+        found.update((launch.spec, "prepare") for launch in launches)
+        for case in ready:
+            if case.provider == "cudnn" or (case.share is not None and count != heads):
+                continue
+            launches = []
+            operands = x.operands(lambda _: None, arch, case, rows)
+            provider(case.operator, case.provider).launch(launches.append, arch, *operands)
+            found.update((launch.spec, case.name) for launch in launches)
+    return found
+
+
+def compiled(spec: Spec, arch: str, folder: Path) -> tuple[Spec, Binary | str, int, int]:
+    """Compile in a worker: the binary, or why there is none; registers and stack."""
+    try:
+        fields = asdict(compile_spec(spec, arch))
+    except BuildError as error:
+        return spec, str(error), 0, 0
+    code = fields.pop("code")
+    file = folder / spec.key
+    file.write_bytes(code)
+    used = usage(code)
+    return spec, Binary(file=file, **fields), used.registers, used.stack
+
+
+def built(specs: dict[Spec, str], arch: str, reports: dict[str, Report], folder: Path) -> dict[str, Binary]:
+    """The binaries of ``specs``, by key; what a kernel takes, or why it is missing, is reported."""
+    binaries: dict[str, Binary] = {}
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for spec, binary, registers, stack in pool.map(
+            functools.partial(compiled, arch=arch, folder=folder), specs
+        ):
+            report = reports.setdefault(specs[spec], Report(specs[spec]))
+            if isinstance(binary, str):
+                report.failed = binary
+                continue
+            binaries[spec.key] = binary
+            if specs[spec] != "prepare":
+                report.registers, report.stack = registers, stack
+    return binaries
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--variants", default=".", help="regular expression over names of attention variants")
+    parser.add_argument("--only", default=".", help="regular expression over the names of attentions")
     parser.add_argument("--rows", type=int, default=37_760)
     parser.add_argument("--heads", type=int, default=56)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--compile-only", metavar="ARCH", help="such as sm_90a; needs no GPU")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    wanted = [
-        variant
-        for variant in variants(arguments.rows)
-        if variant.kind not in ("sage", "dense") or re.search(arguments.variants, variant.name)
-    ]
-    reports = {variant.name: Report(variant.name, variant.expected) for variant in wanted}
-    numbers = {number: name for name, number in ARCHES.items()}
     arch = arguments.compile_only
     if arch is None:
         major, minor = torch.cuda.get_device_capability()
-        arch = numbers[10 * major + minor]
-    folder = Path(tempfile.mkdtemp())
-    specs = {spec_of(variant, heads): variant for variant in wanted for heads in sorted({3, arguments.heads})}
-    binaries: dict[str, Binary] = {}
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        work = functools.partial(compiled, arch=arch, folder=folder)
-        for spec, binary, registers, stack in pool.map(work, specs):
-            report = reports[specs[spec].name]
-            if isinstance(binary, str):
-                report.failed = binary
-                continue
-            binaries[spec.key] = binary
-            report.registers, report.stack, report.shared = registers, stack, binary.shared
-    print(f"{arch}: {len(specs)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    for report in reports.values():
-        if report.failed:
-            print(f"  {report.name}: {report.failed}", flush=True)
-    if arguments.compile_only is None:
-        bench = Bench(Device(binaries), [v for v in wanted if not reports[v.name].failed], reports)
-        bench.check_short(3)
-        bench.measure(arguments.rows, arguments.heads, arguments.rounds)
-    for report in sorted(reports.values(), key=lambda report: report.ms):
+        arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+    x = stand_in(arguments.heads)
+    wanted = [
+        case
+        for case in cases()
+        if re.search(arguments.only, case.name)
+        and provider(case.operator, case.provider).illegal(
+            arch, *x.operands(lambda _: None, arch, case, arguments.rows)
+        )
+        is None
+    ]
+    reports = {case.name: Report(case.name) for case in wanted}
+    specs = specs_of(arch, wanted, arguments.rows, arguments.heads)
+    with tempfile.TemporaryDirectory() as folder:
+        binaries = built(specs, arch, reports, Path(folder))
+        print(f"{arch}: {len(specs)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
+        if arguments.compile_only is None:
+            ready = [case for case in wanted if not reports[case.name].failed]
+            bench = Bench(arch, Kernels(binaries, torch.device("cuda", 0)), ready, reports)
+            bench.check_short()
+            bench.measure(arguments.rows, arguments.heads, arguments.rounds, arguments.flashinfer)
+    for report in sorted(reports.values(), key=lambda report: (report.unit, report.ms)):
         print(report.line(), flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"attention_{arguments.rows}.json"
     device = arch if arguments.compile_only else torch.cuda.get_device_name()
     about = {"device": device, "rows": arguments.rows, "heads": arguments.heads, "torch": torch.__version__}
     target.write_text(
-        json.dumps({**about, "variants": [asdict(report) for report in reports.values()]}, indent=1)
+        json.dumps({**about, "lines": [asdict(report) for report in reports.values()]}, indent=1)
     )
     print(f"whole script {time.perf_counter() - started:.0f} s", flush=True)
 

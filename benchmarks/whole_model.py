@@ -96,10 +96,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--passes", default="", help="as `h3compile build --passes` takes them")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_grad_enabled(False)
-    result: dict[str, object] = {"device": torch.cuda.get_device_name(), "layers": options.layers}
+    result: dict[str, object] = {
+        "device": torch.cuda.get_device_name(),
+        "layers": options.layers,
+        "passes": options.passes,
+    }
 
     def note(name: str, value: object) -> None:
         result[name] = value
@@ -112,7 +117,7 @@ def main() -> None:
         model.save_pretrained(scratch / "model" / "transformer", max_shard_size="2GB")
         note("write_checkpoint_s", time.perf_counter() - start)
         start = time.perf_counter()
-        engine = h3compile.build(str(scratch / "model"), output=scratch / "model.h3e")
+        engine = h3compile.build(str(scratch / "model"), passes=options.passes, output=scratch / "model.h3e")
         note("build_s", time.perf_counter() - start)
         start = time.perf_counter()
         module = h3compile.load(engine.path)
@@ -124,6 +129,10 @@ def main() -> None:
         large = request(1008, 37, 414, second)
         outputs = [tuple(module(**i, return_dict=False)) for i in (*small, large)]
         note("table_misses", module.stats.table_misses)
+        if engine.manifest.measures:
+            # By step: sigma, what stood in for which region, tiles skipped and considered in every block.
+            steps = module.measured()
+            note("skipped", [(s.sigma, s.variants, [v.tolist() for v in s.values.values()]) for s in steps])
         torch.save({"inputs": [*small, large], "outputs": outputs}, scratch / "saved.pt")
         with empty_caches() as environment:
             command = [sys.executable, "-c", CHILD, str(engine.path), str(scratch / "saved.pt")]

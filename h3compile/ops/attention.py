@@ -21,6 +21,7 @@ __all__ = [
     "Tiles",
     "attention_cost",
     "launch_tiles",
+    "nothing_skipped",
     "unsupported_heads",
 ]
 
@@ -35,8 +36,8 @@ def _reference(
 ) -> torch.Tensor:
     rows = query.shape[1]
     count = rows if valid is None else valid
-    parts = (part[:, :count].transpose(1, 2) for part in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
+    query, key, value = (part[:, :count].transpose(1, 2) for part in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     padding = out.new_zeros(out.shape[0], rows - count, *out.shape[2:])
     return torch.cat((out, padding), 1)
 
@@ -75,7 +76,7 @@ def _fake_skip(query: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Ten
 class Tiles:
     """How an attention kernel runs on an architecture: keys of a tile and launch options.
 
-    ``queries`` is `Q_TILE`, or some of them, where tiles may be skipped: what is skipped depends on it.
+    Where tiles may be skipped ``queries`` is `Q_TILE`, or a multiple when each of them skips by itself.
     """
 
     queries: int
@@ -88,9 +89,17 @@ class Tiles:
 
 _DENSE = Tiles(128, 64, warps=8, stages=2)
 _DENSE_AT = {"sm_90a": Tiles(64, 64, warps=4, stages=3)}
-_SKIP = Tiles(Q_TILE, _SKIP_KEYS, warps=4, stages=2)
-# Hopper's own kernel: three warpgroups share a tile of keys, so that it crosses the L2 cache a third as often.
+_SKIP = Tiles(Q_TILE, _SKIP_KEYS, warps=8, stages=2)
+_SKIP_AT = dict.fromkeys(("sm_90a", "sm_100a", "sm_103a"), Tiles(Q_TILE, _SKIP_KEYS, warps=4, stages=2))
+# Hopper's own kernel: three warpgroups share a tile of keys, which crosses the L2 cache a third as often.
 _GLUON = Tiles(192, 128, warps=4, stages=2, gluon=True)
+
+
+def nothing_skipped(like: torch.Tensor, heads: int, valid: int, keys: int) -> torch.Tensor:
+    """The counts of a dense attention: with a threshold of zero that is what runs, to the same bits."""
+    counts = like.new_zeros((2,), dtype=torch.int32)
+    counts[1:].fill_(heads * ceil_div(valid, Q_TILE) * ceil_div(valid, keys))
+    return counts
 
 
 def unsupported_heads(width: int) -> str | None:
@@ -196,8 +205,7 @@ def _illegal_gluon(
 def _launch_gluon(
     run: Run, arch: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: int | None = None
 ) -> torch.Tensor:
-    options: dict[str, Constant] = {"OVERLAP": False, "Q_HELD": False, "LAZY": True}
-    return _launched(run, _GLUON, query, key, value, valid, **options)
+    return _launched(run, _GLUON, query, key, value, valid, OVERLAP=False, Q_HELD=False, LAZY=True)
 
 
 def _launch_skip(
@@ -209,8 +217,13 @@ def _launch_skip(
     threshold: float,
     valid: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _, rows, heads, _ = query.shape
+    if threshold == 0:
+        dense = _launch(run, arch, query, key, value, valid)
+        return dense, nothing_skipped(query, heads, rows if valid is None else valid, _SKIP_KEYS)
     counts = query.new_zeros((2,), dtype=torch.int32)
-    return _launched(run, _SKIP, query, key, value, valid, counts, threshold), counts
+    tiles = _SKIP_AT.get(arch, _SKIP)
+    return _launched(run, tiles, query, key, value, valid, counts, threshold), counts
 
 
 def _by_torch(
@@ -269,7 +282,7 @@ def attention_cost(query: torch.Tensor, kind: str, heads: int, rows: int, width:
 
 
 def _cost(query: torch.Tensor, *_: object) -> Cost:
-    _, rows, heads, width = query.shape
+    rows, heads, width = query.shape[1:]
     moved = 4 * query.numel() * query.element_size()
     return attention_cost(query, str(query.dtype).removeprefix("torch."), heads, rows, width, moved)
 

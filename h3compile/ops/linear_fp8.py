@@ -120,7 +120,8 @@ def _launch(
     tiles = _TILES.get(arch, _SMALL)
     split = tiles.split * max(1, dtype.itemsize // 2)
     count = ceil_div(rows, tiles.rows) * ceil_div(n, tiles.columns)
-    programs = torch.sym_min(count, _processors(x.device)) if tiles.persistent else count
+    # Not min, which would compare, and so fix, a symbolic number of rows.
+    programs: int = torch.sym_min(count, _processors(x.device)) if tiles.persistent else count  # type: ignore[assignment]
     out = x.new_empty((*x.shape[:-1], n), dtype=dtype)
     arguments = {
         "x": x,

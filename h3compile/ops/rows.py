@@ -79,8 +79,8 @@ def row_count(x: torch.Tensor) -> int:
 
 
 def row_warps(width: int) -> int:
-    """Warps for a row of ``width`` columns."""
-    return next((warps for warps in (1, 2, 4) if width <= 1024 * warps), 8)
+    """Warps for a row of ``width`` columns: as few as hold it in registers, for fewer threads to wait for."""
+    return next((warps for warps in (1, 2, 4) if width <= 2048 * warps), 8)
 
 
 def launch_rows(

@@ -7,7 +7,13 @@ from functools import partial
 
 import torch
 
-from h3compile.ops.attention import Tiles, attention_cost, launch_tiles, unsupported_heads
+from h3compile.ops.attention import (
+    Tiles,
+    attention_cost,
+    launch_tiles,
+    nothing_skipped,
+    unsupported_heads,
+)
 from h3compile.ops.launch import Run
 from h3compile.ops.numerics import FP8, wide
 from h3compile.ops.online_softmax import K_TILE, Q_TILE, Attended, tiled_attention
@@ -30,13 +36,13 @@ def _tiles(
     threshold: float,
     kind: torch.dtype,
 ) -> Attended:
-    _, rows, width = q.shape
+    heads, rows, width = q.shape
     # Integers and E4M3 products are exact in either dtype; sums of 128 of them nearly so.
     q, k = q.to(kind), k.to(kind)
     k_rows = k_scale.repeat_interleave(k_block, 1)[:, None, :rows].to(kind)
     q_rows = (q_scale[..., None] * (width**-0.5 * math.log2(math.e))).to(kind)
     order = torch.argsort(key_order(v.device))
-    values = v.to(kind).unflatten(2, (-1, 16))[..., order].flatten(2).mT
+    values = v.to(kind).reshape(heads, width, -1, 16)[..., order].flatten(2).mT
     tiles = tiled_attention(
         lambda queries, keys: q[:, queries] @ k[:, keys].mT * q_rows[:, queries] * k_rows[..., keys],
         lambda keys: values[:, keys],
@@ -122,18 +128,15 @@ _HOPPER = Tiles(3 * Q_TILE, K_TILE, warps=4, stages=4, gluon=True)
 _DENSE = Tiles(128, K_TILE, warps=8, stages=2)
 _SKIP = Tiles(Q_TILE, K_TILE, warps=8, stages=2)
 # Three programs a multiprocessor.
-_DENSE_AT = {"sm_90a": Tiles(Q_TILE, K_TILE, warps=4, stages=2, registers=168)}
-_SKIP_AT = {
-    "sm_90a": _DENSE_AT["sm_90a"],
-    "sm_100a": Tiles(Q_TILE, K_TILE, warps=4, stages=2),
-    "sm_103a": Tiles(Q_TILE, K_TILE, warps=4, stages=2),
-}
+_AT_90A = Tiles(Q_TILE, K_TILE, warps=4, stages=2, registers=168)
 
 
 def _tiles_of(hopper: bool, arch: str, skipping: bool) -> Tiles:
     if hopper:
         return _HOPPER
-    return _SKIP_AT.get(arch, _SKIP) if skipping else _DENSE_AT.get(arch, _DENSE)
+    if arch == "sm_90a":
+        return _AT_90A
+    return _SKIP if skipping else _DENSE
 
 
 def _illegal(
@@ -227,6 +230,10 @@ def _launch_skip(
     valid: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operands = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
+    if threshold == 0:
+        dense = _launched(hopper, run, arch, operands, k_block, dtype, valid)
+        heads, rows, _ = q.shape
+        return dense, nothing_skipped(q, heads, rows if valid is None else valid, K_TILE)
     counts = q.new_zeros((2,), dtype=torch.int32)
     return _launched(hopper, run, arch, operands, k_block, dtype, valid, counts, threshold), counts
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 from h3compile.ops.launch import Run, ceil_div
@@ -11,7 +14,16 @@ from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.qk_norm_rope import normed_and_rotated
 from h3compile.ops.rows import Constant, contiguous, launch, unsupported
 
-__all__ = ["K_BLOCKS", "QK_TYPES", "SAGE_PREPARE", "SAGE_QUANTIZE", "key_order"]
+__all__ = [
+    "K_BLOCKS",
+    "QK_TYPES",
+    "SAGE_PREPARE",
+    "SAGE_QUANTIZE",
+    "Pass",
+    "Tuning",
+    "key_order",
+    "launched",
+]
 
 # Spelling -> storage and largest magnitude.
 QK_TYPES = {"fp8_e4m3": (FP8, E4M3_MAX), "int8": (torch.int8, 127.0)}
@@ -50,7 +62,7 @@ def _quantized(
     valid: int | None,
 ) -> Six:
     """From query, key, value [rows, heads, D] in the wide dtype."""
-    rows, _, _ = query.shape
+    rows, heads, width = query.shape
     count = rows if valid is None else valid
     inside = (torch.arange(rows, device=query.device) < count)[:, None, None]
     largest = QK_TYPES[qk][1]
@@ -61,12 +73,14 @@ def _quantized(
     q_scale = query.abs().amax(-1).clamp_min(_SMALLEST_AMAX) / largest
     blocks = ceil_div(rows, k_block)
     padded = torch.nn.functional.pad(key, (0, 0, 0, blocks * k_block - rows))
-    k_scale = padded.unflatten(1, (blocks, k_block)).abs().amax((2, 3)).clamp_min(_SMALLEST_AMAX) / largest
+    k_scale = (
+        padded.view(heads, blocks, k_block, width).abs().amax((2, 3)).clamp_min(_SMALLEST_AMAX) / largest
+    )
     k_rows = k_scale.repeat_interleave(k_block, 1)[:, :rows, None]
     v_scale = value.abs().amax(1).clamp_min(_SMALLEST_AMAX) / E4M3_MAX
     scaled = (value / v_scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
     scaled = torch.nn.functional.pad(scaled, (0, 0, 0, ceil_div(rows, K_TILE) * K_TILE - rows))
-    ordered = scaled.unflatten(1, (-1, 16))[:, :, key_order(query.device)].flatten(1, 2)
+    ordered = scaled.view(heads, -1, 16, width)[:, :, key_order(query.device)].flatten(1, 2)
     return (
         _rounded(query, q_scale[..., None], qk).contiguous(),
         q_scale.float().contiguous(),
@@ -90,7 +104,7 @@ def _reference(
     smooth: bool,
     valid: int | None = None,
 ) -> Six:
-    query, key, value = (part.unflatten(-1, (heads, -1)) for part in qkv[0].chunk(3, -1))
+    query, key, value = qkv[0].view(qkv.shape[1], 3, heads, -1).unbind(1)
     return _quantized(
         normed_and_rotated(query, q_weight, cos, sin, eps),
         normed_and_rotated(key, k_weight, cos, sin, eps),
@@ -157,15 +171,51 @@ def _fake_separate(
     return _empty(query, query.shape[1], query.shape[2], query.shape[3], qk, k_block)
 
 
-# Rows of a run, whose sums and maxima one program takes, and how many of them it holds at a time.
-_RUN, _STEP = 256, 16
-# Runs that the reduction reads at a time.
-_RUNS = 32
-# Query rows of a program; rows of a key block that a program computes at a time, and its warps, by block;
-# channels of a value tile.
-_Q_ROWS = 16
-_K_STEPS = {16: (16, 4), 64: (32, 8), 128: (16, 8)}
-_V_CHANNELS = 64
+@dataclass(frozen=True)
+class Pass:
+    """How a kernel that writes Q or K is launched.
+
+    A program takes ``rows`` rows of up to ``heads`` heads, which share what it reads of the tables, and
+    requests a head ``ahead`` before it computes it. Two rows a warp: eight channels of one row a thread.
+    """
+
+    rows: int = 16
+    heads: int = 8
+    ahead: int = 1
+    warps: int = 8
+
+    def group(self, heads: int) -> int:
+        """The heads of a program where there are ``heads``."""
+        return next(size for size in range(min(self.heads, heads), 0, -1) if heads % size == 0)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernels are launched; the defaults are for an H200.
+
+    A program sums ``run`` rows, ``step`` at a time, and requests ``k_ahead`` or ``v_ahead`` steps before it
+    computes them. With ``extrema`` the statistics give the scales of key blocks too; without, a program
+    that writes K holds a block of it.
+    """
+
+    run: int = 256
+    step: int = 8
+    k_ahead: int = 2
+    v_ahead: int = 4
+    warps: int = 4
+    query: Pass = Pass()
+    key: Pass = Pass()
+    extrema: bool = True
+    v_channels: int = 128
+    v_warps: int = 8
+
+
+def _tuning(k_block: int) -> Tuning:
+    return Tuning(extrema=k_block > Pass.rows)
+
+
+# Of the small kernels: runs and channels that a program reduces at a time, and key blocks it takes.
+_RUNS, _CHANNELS, _COUNT = 32, 32, 16
 
 
 def _illegal(arch: str, operands: tuple[torch.Tensor | None, ...], width: int, k_block: int) -> str | None:
@@ -193,6 +243,10 @@ def _illegal_joint(
         return "it takes one document, not a batch"
     if qkv.stride(2) != 1:
         return "rows of the projection must be contiguous"
+    if qkv.stride(1) % 8 != 0:
+        return "rows of the projection must start on 16 bytes"
+    if cos is not None and cos.shape[-1] % 4 != 0:
+        return f"the kernel turns a multiple of 4 channels, not {cos.shape[-1]}"
     return _illegal(arch, (qkv, q_weight, k_weight, cos, sin), qkv.shape[2] // (3 * heads), k_block)
 
 
@@ -203,116 +257,157 @@ def _illegal_separate(
         return "it takes one document, not a batch"
     if any(part.stride(3) != 1 or part.stride(2) != part.shape[3] for part in (query, key, value)):
         return "heads of a row must be contiguous"
+    if any(part.stride(1) % 8 != 0 for part in (query, key, value)):
+        return "rows must start on 16 bytes"
     return _illegal(arch, (query, key, value), query.shape[3], k_block)
 
 
-def _launched(
+def launched(
     run: Run,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    shared: dict[str, torch.Tensor | None],
+    shared: Mapping[str, torch.Tensor | None],
     eps: float,
     qk: str,
     k_block: int,
     smooth: bool,
     valid: int | None,
+    tuning: Tuning,
 ) -> Six:
     """From query, key, value [rows, heads, D]; ``shared`` are the weights of the norms and the tables."""
     contiguous("sage_prepare", shared)
     query, key, value = parts
     rows, heads, width = query.shape
-    count = rows if valid is None else valid
+    ends = {"rows": rows, "valid": rows if valid is None else valid}
     out = _empty(query, rows, heads, width, qk, k_block)
     q8, q_scale, k8, k_scale, v8, v_scale = out
-    runs = ceil_div(count, _RUN)
-    v_amax = query.new_empty((runs, heads, width), dtype=torch.float32)
-    k_sum = query.new_empty((2, runs, heads, width), dtype=torch.float32) if smooth else None
-    k_mean = torch.empty_like(v_scale) if smooth else None
-    cos, sin = shared["cos"], shared["sin"]
-    ends: dict[str, torch.Tensor | int | None] = {"rows": rows, "valid": count}
-    rotation: dict[str, Constant] = {"TURNED": 0 if cos is None else cos.shape[-1], "EPS": eps}
+    tables = {"cos": shared["cos"], "sin": shared["sin"]}
+    turned = 0 if shared["cos"] is None else shared["cos"].shape[-1]
+    rotation: dict[str, Constant] = {"TURNED": turned, "EPS": eps}
+    operands = {"k": key, "v": value, "k_weight": shared["k_weight"], **tables}
+    shift = _statistics(run, operands, k_scale, v_scale, ends["valid"], qk, k_block, smooth, rotation, tuning)
+    for name, x, values, scales, block, how in (
+        ("q", query, q8, q_scale, 1, tuning.query),
+        ("k", key, k8, k_scale, k_block, tuning.key),
+    ):
+        group = how.group(heads)
+        launch(
+            run,
+            "qk_prepare:quantize_kernel",
+            (heads // group, ceil_div(rows, how.rows), 1),
+            {
+                "x": x,
+                "weight": shared[f"{name}_weight"],
+                **tables,
+                "shift": shift if name == "k" else None,
+                "values": values,
+                "scales": scales,
+                **ends,
+            },
+            {
+                "STRIDE": x.stride(0),
+                **rotation,
+                "GROUP": group,
+                "ROWS": how.rows,
+                "BLOCK": block,
+                "GIVEN": name == "k" and tuning.extrema,
+                "AHEAD": how.ahead,
+            },
+            warps=how.warps,
+        )
+    launch(
+        run,
+        "qk_prepare:quantize_v_kernel",
+        (width // tuning.v_channels, ceil_div(rows, K_TILE), heads),
+        {"x": value, "scales": v_scale, "values": v8, **ends},
+        {"STRIDE": value.stride(0), "CHANNELS": tuning.v_channels},
+        warps=tuning.v_warps,
+    )
+    return out
 
+
+def _statistics(
+    run: Run,
+    operands: Mapping[str, torch.Tensor | None],
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    valid: int,
+    qk: str,
+    k_block: int,
+    smooth: bool,
+    rotation: Mapping[str, Constant],
+    tuning: Tuning,
+) -> torch.Tensor | None:
+    """Write the scales of V and, where they need no second look at K, of K; returns what to add to K."""
+    key, value = operands["k"], operands["v"]
+    assert key is not None and value is not None
+    _, heads, width = key.shape
+    runs = ceil_div(valid, tuning.run)
+    block = k_block if tuning.extrema else tuning.run
+    blocks = tuning.run // block
+
+    def room(*shape: int) -> torch.Tensor:
+        return key.new_empty((*shape, heads, width), dtype=torch.float32)
+
+    v_amax = room(runs)
+    k_sum, shift = (room(runs), torch.empty_like(v_scale)) if smooth else (None, None)
+    k_extrema = room(2, runs * blocks) if tuning.extrema else None
     launch(
         run,
         "qk_prepare:statistics_kernel",
-        (heads, runs, 1),
+        (heads if k_sum is None and k_extrema is None else 2 * heads, runs, 1),
         {
-            "k": key,
-            "v": value,
-            "k_weight": shared["k_weight"],
-            "cos": cos,
-            "sin": sin,
+            **operands,
             "k_sum": k_sum,
+            "k_extrema": k_extrema,
             "v_amax": v_amax,
-            "valid": count,
+            "valid": valid,
         },
         {
             "HEADS": heads,
             "K_STRIDE": key.stride(0),
             "V_STRIDE": value.stride(0),
             **rotation,
-            "ROWS": _RUN,
-            "STEP": _STEP,
+            "BLOCKS": blocks,
+            "BLOCK": block,
+            "STEP": tuning.step,
+            "K_AHEAD": tuning.k_ahead,
+            "V_AHEAD": tuning.v_ahead,
         },
-        warps=4,
+        warps=tuning.warps,
     )
     launch(
         run,
         "qk_prepare:reduce_kernel",
-        (heads, 1, 1),
+        (heads * width // _CHANNELS, 1, 1),
         {
             "k_sum": k_sum,
             "v_amax": v_amax,
-            "k_mean": k_mean,
+            "k_shift": shift,
             "v_scale": v_scale,
             "runs": runs,
-            "valid": count,
+            "valid": valid,
         },
-        {"HEADS": heads, "RUNS": _RUNS},
+        {"HEADS": heads, "RUNS": _RUNS, "CHANNELS": _CHANNELS},
         warps=4,
     )
-    launch(
-        run,
-        "qk_prepare:quantize_q_kernel",
-        (heads, ceil_div(rows, _Q_ROWS), 1),
-        {
-            "x": query,
-            "weight": shared["q_weight"],
-            "cos": cos,
-            "sin": sin,
-            "values": q8,
-            "scales": q_scale,
-            **ends,
-        },
-        {"STRIDE": query.stride(0), **rotation, "ROWS": _Q_ROWS},
-        warps=4,
-    )
-    step, warps = _K_STEPS[k_block]
-    launch(
-        run,
-        "qk_prepare:quantize_k_kernel",
-        (heads, ceil_div(rows, k_block), 1),
-        {
-            "x": key,
-            "weight": shared["k_weight"],
-            "cos": cos,
-            "sin": sin,
-            "mean": k_mean,
-            "values": k8,
-            "scales": k_scale,
-            **ends,
-        },
-        {"STRIDE": key.stride(0), **rotation, "BLOCK": k_block, "STEP": step},
-        warps=warps,
-    )
-    launch(
-        run,
-        "qk_prepare:quantize_v_kernel",
-        (width // _V_CHANNELS, ceil_div(rows, K_TILE), heads),
-        {"x": value, "scales": v_scale, "values": v8, **ends},
-        {"STRIDE": value.stride(0), "CHANNELS": _V_CHANNELS},
-        warps=4,
-    )
-    return out
+    if k_extrema is not None:
+        stored = k_scale.shape[1]
+        launch(
+            run,
+            "qk_prepare:key_scale_kernel",
+            (heads, ceil_div(stored, _COUNT), 1),
+            {
+                "k_extrema": k_extrema,
+                "k_shift": shift,
+                "scales": k_scale,
+                "blocks": stored,
+                "stored": runs * blocks,
+                "valid": valid,
+            },
+            {"HEADS": heads, "LARGEST": QK_TYPES[qk][1], "BLOCK": k_block, "COUNT": _COUNT},
+            warps=4,
+        )
+    return shift
 
 
 def _launch(
@@ -330,9 +425,9 @@ def _launch(
     smooth: bool,
     valid: int | None = None,
 ) -> Six:
-    query, key, value = (part.unflatten(-1, (heads, -1)) for part in qkv[0].chunk(3, -1))
+    query, key, value = qkv[0].view(qkv.shape[1], 3, heads, -1).unbind(1)
     shared = {"q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    return _launched(run, (query, key, value), shared, eps, qk, k_block, smooth, valid)
+    return launched(run, (query, key, value), shared, eps, qk, k_block, smooth, valid, _tuning(k_block))
 
 
 def _launch_separate(
@@ -347,7 +442,8 @@ def _launch_separate(
     valid: int | None = None,
 ) -> Six:
     shared = dict.fromkeys(("q_weight", "k_weight", "cos", "sin"))
-    return _launched(run, (query[0], key[0], value[0]), shared, 0.0, qk, k_block, smooth, valid)
+    parts = (query[0], key[0], value[0])
+    return launched(run, parts, shared, 0.0, qk, k_block, smooth, valid, _tuning(k_block))
 
 
 def _cost(qkv: torch.Tensor, *_: object) -> Cost:

@@ -16,9 +16,12 @@ Outputs = tuple[torch.Tensor, ...]
 Launched = Callable[..., Outputs]
 
 D = 128
-# A probability at a tie may round to the other side: a part in sixteen of one key's weight.
-BOUND = 1e-3
+# A probability near a tie may round to the other side, by an eighth of one key's weight. With int8 keys
+# and one scale a tile, the kernel's exponents are good to 2^-14, which is often near enough.
+BOUND = 3e-3
+ROW_BOUND = 0.13
 EVERYTHING = 1e30
+LEVELS = torch.tensor([3.0, 0.1, 0.8, 0.4])
 QK = pytest.mark.parametrize("qk", ["fp8_e4m3", "int8"])
 BLOCKS = pytest.mark.parametrize("k_block", [16, 64, 128])
 
@@ -26,12 +29,12 @@ BLOCKS = pytest.mark.parametrize("k_block", [16, 64, 128])
 def quantized(
     rows: int, heads: int, qk: str, k_block: int, valid: int | None = None, fade: bool = False
 ) -> Outputs:
-    """Operands from random ones; with ``fade`` two thirds of the key tiles matter little."""
+    """Operands from random ones; with ``fade`` some tiles of keys matter more than others."""
     generator = torch.Generator().manual_seed(rows)
     query, key, value = (torch.randn(1, rows, heads, D, generator=generator) for _ in range(3))
     if fade:
-        tile = torch.arange(rows)[:, None, None] // K_TILE + torch.arange(heads)[:, None]
-        key = key * torch.where(tile % 3 == 0, 2.0, 0.2)
+        tile = torch.arange(rows)[:, None] // K_TILE + torch.arange(heads)
+        key = key * LEVELS[tile % len(LEVELS), None]
     operands: Outputs = torch.ops.h3compile.sage_prepare.separate(query, key, value, qk, k_block, True, valid)
     return operands
 
@@ -50,6 +53,14 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
+def assert_equal_but_for_ties(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert apart(got, expected) < BOUND
+    difference, size = (x.double().norm(dim=-1) for x in (got.double() - expected.double(), expected))
+    assert bool((difference <= ROW_BOUND * size).all())
+
+
 def tiles(heads: int, valid: int) -> int:
     return heads * -(-valid // Q_TILE) * -(-valid // K_TILE)
 
@@ -63,14 +74,14 @@ def test_equals_the_reference(
     operands = (*quantized(rows, 2, qk, k_block), k_block, torch.float32)
     (out,) = launched("sage_attention.default", *operands)
     assert out.shape == (1, rows, 2, D)
-    assert apart(out, reference("sage_attention.default", *operands)[0]) < BOUND
+    assert_equal_but_for_ties(out, reference("sage_attention.default", *operands)[0])
 
 
 @pytest.mark.parametrize("rows", [15, 16, 63, 127, 128, 191])
 def test_odd_lengths(rows: int, launched: Launched, reference: Launched) -> None:
     operands = (*quantized(rows, 2, "int8", 64), 64, torch.float32)
     (out,) = launched("sage_attention.default", *operands)
-    assert apart(out, reference("sage_attention.default", *operands)[0]) < BOUND
+    assert_equal_but_for_ties(out, reference("sage_attention.default", *operands)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -78,7 +89,7 @@ def test_seven_heads_and_narrow_results(dtype: torch.dtype, launched: Launched, 
     operands = (*quantized(70, 7, "fp8_e4m3", 128), 128, dtype)
     (out,) = launched("sage_attention.default", *operands)
     assert out.dtype == dtype
-    assert apart(out, reference("sage_attention.default", *operands)[0]) < BOUND
+    assert_equal_but_for_ties(out, reference("sage_attention.default", *operands)[0])
 
 
 @QK
@@ -94,7 +105,8 @@ def test_padding_influences_nothing(valid: int, qk: str, k_block: int, launched:
     assert bool((out[:, valid:] == 0).all())
     assert bool((out[:, :valid] != 0).any())
     assert torch.equal(out, clean)
-    assert torch.equal(skipping, clean)
+    assert_equal_but_for_ties(skipping, clean)
+    assert bool((skipping[:, valid:] == 0).all())
     assert counts.tolist() == [0, tiles(2, valid)]
 
 
@@ -104,24 +116,27 @@ def test_nothing_skipped_is_dense(threshold: float, qk: str, launched: Launched)
     operands = (*quantized(255, 2, qk, 16), 16, torch.float32)
     (dense,) = launched("sage_attention.default", *operands)
     out, counts = launched("sage_attention.skip", *operands, threshold)
-    assert torch.equal(out, dense)
+    assert_equal_but_for_ties(out, dense)
+    if threshold == 0:
+        assert torch.equal(out, dense)
     assert counts.tolist() == [0, tiles(2, 255)]
 
 
 @QK
 @pytest.mark.parametrize("k_block", [16, 128])
+@pytest.mark.parametrize("share", [0.02, 0.4])
 def test_skips_what_the_reference_skips(
-    qk: str, k_block: int, launched: Launched, reference: Launched
+    share: float, qk: str, k_block: int, launched: Launched, reference: Launched
 ) -> None:
     operands = (*quantized(520, 2, qk, k_block, fade=True), k_block, torch.float32)
-    out, counts = launched("sage_attention.skip", *operands, 0.4 * 520)
-    expected, expected_counts = reference("sage_attention.skip", *operands, 0.4 * 520)
+    out, counts = launched("sage_attention.skip", *operands, share * 520)
+    expected, expected_counts = reference("sage_attention.skip", *operands, share * 520)
     skipped, considered = counts.tolist()
     assert counts.dtype == torch.int32
     assert counts.tolist() == expected_counts.tolist()
     assert considered == tiles(2, 520)
-    assert 0.2 < skipped / considered < 0.8
-    assert apart(out, expected) < BOUND
+    assert 0.1 < skipped / considered < 0.8
+    assert_equal_but_for_ties(out, expected)
     (dense,) = launched("sage_attention.default", *operands)
     assert apart(out, dense) > 2 * BOUND
 
@@ -132,7 +147,7 @@ def test_the_first_tile_is_never_skipped(qk: str, launched: Launched, reference:
     out, counts = launched("sage_attention.skip", *operands, EVERYTHING)
     assert counts.tolist() == [tiles(2, 255) - 2 * 4, tiles(2, 255)]
     assert bool(out.isfinite().all())
-    assert apart(out, reference("sage_attention.skip", *operands, EVERYTHING)[0]) < BOUND
+    assert_equal_but_for_ties(out, reference("sage_attention.skip", *operands, EVERYTHING)[0])
 
 
 def reasons(operator: Operator, arch: str, *operands: object) -> Iterator[tuple[str, str | None]]:

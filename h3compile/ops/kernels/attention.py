@@ -119,8 +119,8 @@ def sage_kernel(
 
     q, k [heads, rows, D] E4M3 or INT8; q_scale [heads, rows], k_scale [heads, ceil(rows / K_BLOCK)] FP32;
     v [heads, D, ceil(rows / 128) * 128] E4M3, keys in stored order, zero from ``valid`` on; v_scale
-    [heads, D] FP32; out [rows, heads, D]. ``counts``, INT32 [2] or none, gains the tiles skipped and
-    considered; with a THRESHOLD (lambda times ``valid``) a tile is skipped when it cannot matter.
+    [heads, D] FP32; out [rows, heads, D]. With a THRESHOLD (lambda times ``valid``) tiles that cannot
+    matter are skipped, and ``counts``, INT32 [2], gains the tiles skipped and considered.
     """
     head = tl.program_id(1)
     first = tl.program_id(0) * Q_TILE
@@ -163,10 +163,9 @@ def sage_kernel(
     result = acc * channel[None, :] / l[:, None]
     result = tl.where(row_ok[:, None], result, 0.0)
     tl.store(target, result.to(out.dtype.element_ty), mask=row[:, None] < rows)
-    if counts is not None:
+    if SKIP:
         considered = tl.cdiv(valid, K_TILE)
-        if SKIP:
-            tl.atomic_add(counts, considered - kept)
+        tl.atomic_add(counts, considered - kept)
         tl.atomic_add(counts + 1, considered)
 
 
@@ -246,8 +245,7 @@ def dense_kernel(
         )  # fmt: skip
     result = tl.where(row_ok[:, None], acc / l[:, None], 0.0)
     tl.store(target, result.to(out.dtype.element_ty), mask=row[:, None] < rows)
-    if counts is not None:
+    if SKIP:
         considered = tl.cdiv(valid, K_TILE)
-        if SKIP:
-            tl.atomic_add(counts, considered - kept)
+        tl.atomic_add(counts, considered - kept)
         tl.atomic_add(counts + 1, considered)

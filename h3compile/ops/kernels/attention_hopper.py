@@ -194,10 +194,9 @@ def _consumer(part, q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_f
     result = gl.where((row < valid)[:, None], result, gl.zeros_like(result))
     target = out + (row.to(gl.int64)[:, None] * HEADS + head) * D + column[None, :]
     gl.store(target, result, mask=(row < rows)[:, None])
-    if counts is not None:
+    if SKIP:
         if first + part * ROWS < valid:
-            if SKIP:
-                gl.atomic_add(counts, tiles - kept)
+            gl.atomic_add(counts, tiles - kept)
             gl.atomic_add(counts + 1, tiles)
 
 
