@@ -28,6 +28,7 @@ __all__ = ["Sage"]
 ours = torch.ops.h3compile
 
 _K_BLOCKS = (16, 64, 128)
+_WITHOUT_INT8 = ("sm_103a",)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Sage(Pass):
                 f"{target.name} ({target.arch}) has no FP8 tensor cores", "build without sage for this target"
             )
         options = self.options(target)
+        if options.qk == "int8" and target.arch in _WITHOUT_INT8:
+            raise BuildError(
+                f"the tensor cores of {target.name} ({target.arch}) multiply no integers",
+                "build with sage(qk=fp8_e4m3)",
+            )
         stages = execution_stages(program)
         matches: list[Match] = []
         for name, region in program.regions.items():

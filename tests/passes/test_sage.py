@@ -105,3 +105,8 @@ def test_spelled_and_read_back() -> None:
 def test_a_target_without_fp8_is_refused(case: Case) -> None:
     with pytest.raises(BuildError, match=r"a100 \(sm_80\) has no FP8 tensor cores"):
         Manager((*BEFORE, Sage())).run(case.program, find_target("a100"))
+
+
+def test_int8_keys_are_refused_where_no_tensor_core_takes_them(case: Case) -> None:
+    with pytest.raises(BuildError, match=r"b300 \(sm_103a\) multiply no integers: build with sage\(qk=fp8"):
+        Manager((*BEFORE, Sage(qk="int8"))).run(case.program, find_target("b300"))
