@@ -7,7 +7,7 @@ has to be compiled. Among several legal providers the fastest is taken, by measu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +37,28 @@ class Bound:
 
 @dataclass(frozen=True)
 class _Use:
-    """One static shape of an operator in a region, with operands to stand for it."""
+    """One static shape of an operator in a region, with the operands of every place where it stands."""
 
     operator: Operator
     variant: str
-    operands: tuple[Operand, ...]
+    places: tuple[tuple[Operand, ...], ...]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The operands of the first place, which are measured."""
+        return self.places[0]
+
+    def specs(self, provider: Provider, arch: str) -> list[Spec]:
+        """The variants that ``provider`` launches in any of the places."""
+        with _fake_mode(self.operands):
+            found = [specs_of(self.operator, provider, arch, operands) for operands in self.places]
+        return list(dict.fromkeys(spec for specs in found for spec in specs))
+
+    def illegal(self, provider: Provider, arch: str) -> str | None:
+        """Why ``provider`` cannot serve one of the places, or None."""
+        with _fake_mode(self.operands):
+            reasons = [provider.illegal(arch, *operands) for operands in self.places]
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def specs_of(operator: Operator, provider: Provider, arch: str, operands: Sequence[Operand]) -> list[Spec]:
@@ -88,9 +105,7 @@ def bind_operators(
     for use in _uses(module):
         candidates = _legal(use, arch, named)
         for provider in candidates:
-            with _fake_mode(use.operands):
-                specs = specs_of(use.operator, provider, arch, use.operands)
-            for spec in specs:
+            for spec in use.specs(provider, arch):
                 if spec.key not in compiled:
                     compiled[spec.key] = spec
                     variants[spec.key] = _compiled(spec, arch, output)
@@ -119,28 +134,26 @@ def _kept(
     for use in _uses(module):
         name = chosen[use.operator.name, use.variant]
         provider = next(provider for provider in use.operator.providers if provider.name == name)
-        with _fake_mode(use.operands):
-            keys.update((spec.key, None) for spec in specs_of(use.operator, provider, arch, use.operands))
+        keys.update((spec.key, None) for spec in use.specs(provider, arch))
     for key, info in variants.items():
         if key not in keys:
             (output / info.file).unlink()
     return {key: variants[key] for key in keys}
 
 
-def _uses(module: fx.GraphModule) -> Iterator[_Use]:
+def _uses(module: fx.GraphModule) -> list[_Use]:
     by_target = {operator.target: operator for operator in OPERATORS}
-    seen: set[tuple[str, str]] = set()
+    places: dict[tuple[str, str], list[tuple[Operand, ...]]] = {}
+    operators: dict[str, Operator] = {}
     for node in module.graph.nodes:
         operator = by_target.get(node.target)
         if operator is None:
             continue
-        # Defaults are left out of a graph.
         given = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         operands = _bound(operator, given[0], given[1])
-        variant = operator.variant(*operands)
-        if (operator.name, variant) not in seen:
-            seen.add((operator.name, variant))
-            yield _Use(operator, variant, operands)
+        operators[operator.name] = operator
+        places.setdefault((operator.name, operator.variant(*operands)), []).append(operands)
+    return [_Use(operators[name], variant, tuple(found)) for (name, variant), found in places.items()]
 
 
 def _bound(operator: Operator, args: Sequence[Operand], kwargs: Mapping[str, Operand]) -> tuple[Operand, ...]:
@@ -152,8 +165,7 @@ def _bound(operator: Operator, args: Sequence[Operand], kwargs: Mapping[str, Ope
 def _legal(use: _Use, arch: str, named: Mapping[str, str]) -> list[Provider]:
     base = use.operator.name.partition(".")[0]
     wanted = named.get(base)
-    with _fake_mode(use.operands):
-        reasons = {p.name: p.illegal(arch, *use.operands) for p in use.operator.providers}
+    reasons = {p.name: use.illegal(p, arch) for p in use.operator.providers}
     legal = [p for p in use.operator.providers if reasons[p.name] is None]
     if wanted is not None:
         legal = [p for p in legal if p.name == wanted]

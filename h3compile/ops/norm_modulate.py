@@ -97,6 +97,8 @@ def _launched(
             "static_scale": static_scale,
             "period": index.shape[0],
         },
+        # One sum for eight warps to wait for costs less than it brings; a maximum besides, more.
+        warp_columns=1024 if scales is None else 2048,
         SHIFT=shift,
         SCALE=scale,
         STRIDE=table.shape[1],

@@ -39,5 +39,6 @@ def quantized_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.T
         scales = x.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST_AMAX) / E4M3_MAX
     else:
         scales = scale.to(x.dtype).expand(*x.shape[:-1], 1)
-    values = (x / scales).clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
+    # Times the reciprocal, as kernels do: dividing rounds a few values to the neighbour.
+    values = (x * (1 / scales)).clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
     return values, scales.float().contiguous()

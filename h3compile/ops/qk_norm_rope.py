@@ -76,8 +76,9 @@ def _illegal(
     return unsupported(arch, (qkv, q_weight, k_weight, cos, sin))
 
 
-# Eight columns a thread, and as many heads a thread as the release has for four warps.
-_WARPS, _COLUMNS, _HEADS = 4, 8, 7
+# Eight columns a thread. Of the numbers of tiles that a program may take, the first that leaves no tile over
+# is the fastest; seven of float32 do not fit in registers.
+_WARPS, _COLUMNS, _TILES = 2, 8, (7, 4, 2, 1)
 
 
 def _launch(
@@ -99,11 +100,13 @@ def _launch(
     contiguous("qk_norm_rope", operands)
     columns = power_of_two(width)
     tile = max(1, _WARPS * 32 * _COLUMNS // columns)
-    tiles = min(_HEADS, ceil_div(heads, tile))
+    needed = ceil_div(heads, tile)
+    fitting = _TILES if qkv.element_size() == 2 else _TILES[1:]
+    tiles = next(count for count in fitting if needed % count == 0)
     launch(
         run,
         "qk_norm_rope:qk_norm_rope_kernel",
-        (rows, ceil_div(heads, tile * tiles), 1),
+        (rows, needed // tiles, 1),
         {"qkv": qkv, **operands, "query": query, "key": key},
         {
             "STRIDE": qkv.stride(1),
@@ -114,7 +117,6 @@ def _launch(
             "TILE": tile,
             "TILES": tiles,
             "COLUMNS": columns,
-            "EAGER": 0,
         },
         warps=_WARPS,
     )

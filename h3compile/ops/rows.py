@@ -78,22 +78,23 @@ def row_count(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def row_warps(width: int) -> int:
-    """Warps for a row of ``width`` columns: as few as hold it in registers, for fewer threads to wait for."""
-    return next((warps for warps in (1, 2, 4) if width <= 2048 * warps), 8)
-
-
 def launch_rows(
     run: Run,
     kernel: str,
     rows: int,
     width: int,
     arguments: Mapping[str, torch.Tensor | int | None],
+    *,
+    warp_columns: int = 2048,
     **constants: Constant,
 ) -> None:
-    """Launch one program for each of ``rows`` rows of ``width`` columns."""
+    """Launch one program for each of ``rows`` rows of ``width`` columns.
+
+    A warp takes ``warp_columns`` of them, or more where eight warps are too few: by default as many as fit in
+    registers, for fewer threads wait for each other.
+    """
     contiguous(kernel, arguments)
-    warps = row_warps(width)
+    warps = next((warps for warps in (1, 2, 4) if width <= warp_columns * warps), 8)
     block = 32 * _COLUMNS * warps
     launch(run, kernel, (rows, 1, 1), arguments, {**constants, "WIDTH": width, "BLOCK": block}, warps=warps)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,21 @@ from h3compile.backends.operators import Bound, bind_operators, specs_of
 from h3compile.backends.providers import check_providers
 from h3compile.engine.artifact import VariantInfo
 from h3compile.errors import BuildError
+from h3compile.models.h3 import RELEASE_CONFIG
+from h3compile.models.tiny import TRANSFORMER_CONFIG
+from h3compile.models.trace import trace
 from h3compile.ops import OPERATORS
 from h3compile.ops.launch import Spec
 from h3compile.ops.operator import Provider
+from h3compile.pipeline.manager import Manager
+from h3compile.pipeline.registry import Registry
+from h3compile.pipeline.spelling import resolve
+from h3compile.program.dims import evaluate_dim
 from h3compile.program.facts import Dim
 from h3compile.program.propagate import propagate
 from h3compile.program.region import Port, Region
+from h3compile.runtime.operators import _bind
+from h3compile.targets import find_target
 
 ours = torch.ops.h3compile
 DIMS = (Dim("rows", hint=512),)
@@ -49,16 +58,22 @@ def module(width: int = 128) -> fx.GraphModule:
     return propagate(Region("r", graph, ports[:1], ports[1:], (out,)), DIMS).module()
 
 
+# The tiny model with heads that the attention kernels take.
+HEADS = {"attention_head_dim": 128, "num_attention_heads": 2, "num_layers": 2, "rope_freq_dim": 16}
+
+
+def compiled(spec: Spec, arch: str, output: Path) -> VariantInfo:
+    """Stands for compiling: a kernel is a file with its key in it."""
+    (output / f"{spec.key}.cubin").write_text(spec.key)
+    sizes = {"warps": 4, "shared": 0, "scratch": 0, "scratch_alignment": 1, "scratch_arguments": 2}
+    return VariantInfo(
+        file=f"{spec.key}.cubin", kernel=spec.kernel, entry="k", registers=32, stack=0, **sizes
+    )
+
+
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
-    """A function from the providers a user names to what is bound; a kernel is a file with its key."""
-
-    def compiled(spec: Spec, arch: str, output: Path) -> VariantInfo:
-        (output / f"{spec.key}.cubin").write_text(spec.key)
-        sizes = {"warps": 4, "shared": 0, "scratch": 0, "scratch_alignment": 1, "scratch_arguments": 2}
-        return VariantInfo(
-            file=f"{spec.key}.cubin", kernel=spec.kernel, entry="k", registers=32, stack=0, **sizes
-        )
+    """A function from the providers a user names to what is bound."""
 
     def measured(use: object, candidates: list[Provider], *_: object) -> dict[str, float | None]:
         # The last one is the fastest.
@@ -164,3 +179,62 @@ def test_every_operator_has_a_provider_and_names_are_unique() -> None:
     for item in OPERATORS:
         providers = [provider.name for provider in item.providers]
         assert providers and len(set(providers)) == len(providers), item.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [{"rows": 316, "text_rows": 2}, {"rows": 130, "text_rows": 67}])
+def test_no_region_launches_what_was_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lengths: dict[str, int]
+) -> None:
+    """Every region of a model under every lossy pass, its operators launched on operands of real lengths.
+
+    One operator may stand in a region several times, with rows of other widths: each needs its kernel.
+    """
+    monkeypatch.setattr(operators, "_compiled", compiled)
+    monkeypatch.setattr(
+        operators, "_measured", lambda use, found, *_: {p.name: p.name != "triton" for p in found}
+    )
+    config = {**RELEASE_CONFIG, **TRANSFORMER_CONFIG, **HEADS}
+    passes, _ = resolve("fp8,sage,skip", Registry.default())
+    program, _ = Manager(passes).run(trace(config), find_target("h200"))
+    sizes = {dim.name: dim.hint for dim in program.facts.dims} | lengths
+    stages = {call.region for call in program.calls if "schedule" in call.region}
+    launched: set[str] = set()
+    for name in program.regions.keys() - stages:
+        region = program.regions[name]
+        folder = tmp_path / name
+        folder.mkdir()
+        module = propagate(region, program.facts.dims, "cpu").module()
+        found = bind_operators(
+            module, arch="sm_90a", named={}, times={}, device=torch.device("cpu"), output=folder
+        )
+        for key in _launched(region, found, sizes):
+            assert key in found.variants, f"{name} launches {key}"
+            launched.add(found.variants[key].kernel.partition(":")[0])
+    assert {"quantize_rows", "linear_fp8", "qk_prepare", "swiglu", "norm_modulate"} <= launched
+
+
+def _launched(region: Region, bound: Bound, sizes: dict[str, int]) -> Iterator[str]:
+    """The keys of the variants that a run of ``region`` launches."""
+    known = {item.name: item for item in OPERATORS}
+    keys: list[str] = []
+    functions: dict[object, Callable[..., object]] = {}
+    for info in bound.operators:
+        item = known[info.name]
+        providers = {
+            other.variant: next(p for p in item.providers if p.name == other.provider)
+            for other in bound.operators
+            if other.name == info.name
+        }
+        functions[item.target] = _bind(item, providers, lambda launch: keys.append(launch.spec.key), "sm_90a")
+    values: dict[fx.Node, object] = {}
+    ports = iter(region.placeholders)
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            port = next(ports)
+            shape = [evaluate_dim(size, sizes) for size in port.shape]
+            values[node] = torch.zeros(shape).to(port.dtype)
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = functions.get(node.target, node.target)(*args, **kwargs)
+    yield from keys

@@ -30,6 +30,7 @@ class BuildConfig(BaseModel):
     overwrite: bool = False
     dump: Path | None = None
     allow: tuple[str, ...] = ()
+    providers: dict[str, str] = {}
 
 
 class Driver:
@@ -77,7 +78,7 @@ def test_every_option_reaches_the_driver(h3compile, driver: Driver) -> None:  # 
         "--partition",
         "transformer_ref",
     )
-    flags = ("--weightless", "--link", "--overwrite", "--allow", "hoist")
+    flags = ("--weightless", "--link", "--overwrite", "--allow", "hoist", "--provider", "attention=sdpa")
     names = ("--model", "m", "--passes", "-fold-schedule,fp8", "--target", "b300", "--backend", "eager")
     done = h3compile("build", *repeated, *flags, *names, "--dump", "d", "-o", "x.h3e")
     assert done.exit_code == 0, done.stderr
@@ -93,6 +94,7 @@ def test_every_option_reaches_the_driver(h3compile, driver: Driver) -> None:  # 
         "overwrite": True,
         "dump": Path("d"),
         "allow": ("hoist",),
+        "providers": {"attention": "sdpa"},
         "output": Path("x.h3e"),
     }
     assert set(driver.options) == set(BuildConfig.model_fields)

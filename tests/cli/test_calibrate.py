@@ -39,7 +39,7 @@ class Heavy:
         self.calls.append((model, requests, options))
         if self.error is not None:
             raise self.error
-        return Calibration(AMAX)
+        return Calibration(AMAX, str(options["partition"]))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,29 +24,30 @@ def operator_named() -> Callable[[str], Operator]:
 
 
 @pytest.fixture(scope="session")
-def interpreted() -> Iterator[Run]:
+def interpreter_run() -> Iterator[Run]:
     """Executes launches on CPU tensors."""
     with interpreter() as run:
         yield run
 
 
 @pytest.fixture(scope="session")
-def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def gpu_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Executes launches on CUDA tensors, compiling what they ask for."""
     from h3compile.ops.cubin import Kernels
     from h3compile.ops.kernels.compile import compile_spec
 
     folder = tmp_path_factory.mktemp("cubins")
-    binaries: dict[str, Binary] = {}
+    device = torch.device("cuda", torch.cuda.current_device())
+    loaded: dict[str, Kernels] = {}
 
     def run(launch: Launch) -> None:
         key = launch.spec.key
-        if key not in binaries:
+        if key not in loaded:
             fields = asdict(compile_spec(launch.spec, _present()))
-            file = Path(folder / key)
+            file = folder / key
             file.write_bytes(fields.pop("code"))
-            binaries[key] = Binary(file=file, **fields)
-        Kernels(binaries, torch.device("cuda", torch.cuda.current_device()))(launch)
+            loaded[key] = Kernels({key: Binary(file=file, **fields)}, device)
+        loaded[key](launch)
 
     return run
 
@@ -60,25 +60,43 @@ def _present() -> str:
     return next(name for name, number in ARCHES.items() if number == 10 * major + minor)
 
 
+def _on_gpu(operand: Operand) -> Operand:
+    """A tensor with all of its storage, so that a view stays one."""
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    storage = operand.untyped_storage().cuda()
+    empty = torch.empty(0, dtype=operand.dtype, device="cuda")
+    return empty.set_(storage, operand.storage_offset(), operand.size(), operand.stride())
+
+
+def _outputs(operator: Operator, run: Run, arch: str, operands: tuple[Operand, ...]) -> Outputs:
+    """What the Triton provider of ``operator`` computes, on the CPU."""
+    provider = next(provider for provider in operator.providers if provider.name == "triton")
+    assert provider.illegal(arch, *operands) is None
+    outputs = provider.launch(run, arch, *operands)
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple(part.cpu() for part in parts)
+
+
+@pytest.fixture(scope="session")
+def interpreted(interpreter_run: Run, operator_named: Callable[[str], Operator]) -> Launched:
+    """A function from an operator's name and operands to its Triton provider's outputs, interpreted."""
+    return lambda name, *operands: _outputs(operator_named(name), interpreter_run, "sm_90a", operands)
+
+
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def launched(request: pytest.FixtureRequest, operator_named: Callable[[str], Operator]) -> Launched:
-    """A function from an operator's name, operands and keyword operands to its Triton provider's outputs."""
-    gpu = request.param == "cuda"
-    run: Run = request.getfixturevalue("on_gpu" if gpu else "interpreted")
+    """The same in the interpreter and, in a test of its own, on a GPU.
 
-    def moved(operand: Operand) -> Operand:
-        return operand.cuda() if gpu and isinstance(operand, torch.Tensor) else operand
-
-    def of(name: str, *operands: Operand) -> Outputs:
-        providers = operator_named(name).providers
-        provider = next(provider for provider in providers if provider.name == "triton")
-        arch = _present() if gpu else "sm_90a"
-        assert provider.illegal(arch, *operands) is None
-        outputs = provider.launch(run, arch, *map(moved, operands))
-        parts = outputs if isinstance(outputs, tuple) else (outputs,)
-        return tuple(part.cpu() for part in parts)
-
-    return of
+    For kernels that round there as here; those of attention are compared on GPUs in tests/gpu.
+    """
+    if request.param == "interpreter":
+        interpreted: Launched = request.getfixturevalue("interpreted")
+        return interpreted
+    run: Run = request.getfixturevalue("gpu_run")
+    return lambda name, *operands: _outputs(
+        operator_named(name), run, _present(), tuple(map(_on_gpu, operands))
+    )
 
 
 @pytest.fixture(scope="session")

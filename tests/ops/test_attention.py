@@ -58,9 +58,9 @@ def tiles(heads: int, valid: int) -> int:
 
 
 @pytest.mark.parametrize("rows", LENGTHS)
-def test_odd_lengths(rows: int, launched: Launched, reference: Launched) -> None:
+def test_odd_lengths(rows: int, interpreted: Launched, reference: Launched) -> None:
     parts = joint(rows, 2)
-    (out,) = launched("attention.default", *parts)
+    (out,) = interpreted("attention.default", *parts)
     assert out.shape == (1, rows, 2, D)
     assert out.is_contiguous()
     assert apart(out, exact(parts, rows)) < BOUND
@@ -68,10 +68,10 @@ def test_odd_lengths(rows: int, launched: Launched, reference: Launched) -> None
 
 
 @pytest.mark.parametrize("valid", [1, 63, 64, 65, 130])
-def test_padding_influences_nothing(valid: int, launched: Launched) -> None:
+def test_padding_influences_nothing(valid: int, interpreted: Launched) -> None:
     rows = valid + 70
-    (out,) = launched("attention.default", *joint(rows, 2, valid), valid)
-    (skipping, counts) = launched("attention.skip", *joint(rows, 2, valid), 1e-6, valid)
+    (out,) = interpreted("attention.default", *joint(rows, 2, valid), valid)
+    (skipping, counts) = interpreted("attention.skip", *joint(rows, 2, valid), 1e-6, valid)
     clean = [part[:, :valid] for part in joint(rows, 2)]
     assert apart(out[:, :valid], exact((clean[0], clean[1], clean[2]), valid)) < BOUND
     assert bool((out[:, valid:] == 0).all())
@@ -80,17 +80,17 @@ def test_padding_influences_nothing(valid: int, launched: Launched) -> None:
     assert counts.tolist() == [0, tiles(2, valid)]
 
 
-def test_seven_heads(launched: Launched) -> None:
+def test_seven_heads(interpreted: Launched) -> None:
     parts = joint(70, 7)
-    (out,) = launched("attention.default", *parts)
+    (out,) = interpreted("attention.default", *parts)
     assert apart(out, exact(parts, 70)) < BOUND
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e-6])
-def test_nothing_skipped_is_dense(threshold: float, launched: Launched) -> None:
+def test_nothing_skipped_is_dense(threshold: float, interpreted: Launched) -> None:
     parts = joint(193, 2)
-    (dense,) = launched("attention.default", *parts)
-    out, counts = launched("attention.skip", *parts, threshold)
+    (dense,) = interpreted("attention.default", *parts)
+    out, counts = interpreted("attention.skip", *parts, threshold)
     assert torch.equal(out, dense) if threshold == 0 else apart(out, dense) < BOUND
     assert counts.tolist() == [0, tiles(2, 193)]
 
@@ -98,10 +98,10 @@ def test_nothing_skipped_is_dense(threshold: float, launched: Launched) -> None:
 @pytest.mark.parametrize("rows", [330, 520])
 @pytest.mark.parametrize("share", [0.02, 0.4])
 def test_skips_what_the_reference_skips(
-    share: float, rows: int, launched: Launched, reference: Launched
+    share: float, rows: int, interpreted: Launched, reference: Launched
 ) -> None:
     parts = fading(rows, 3)
-    out, counts = launched("attention.skip", *parts, share * rows)
+    out, counts = interpreted("attention.skip", *parts, share * rows)
     expected, expected_counts = reference("attention.skip", *parts, share * rows)
     skipped, considered = counts.tolist()
     assert counts.dtype == torch.int32
@@ -113,9 +113,9 @@ def test_skips_what_the_reference_skips(
     assert 2 * BOUND < apart(out, exact(parts, rows)) < 0.5
 
 
-def test_the_first_tile_is_never_skipped(launched: Launched, reference: Launched) -> None:
+def test_the_first_tile_is_never_skipped(interpreted: Launched, reference: Launched) -> None:
     parts = joint(255, 2)
-    out, counts = launched("attention.skip", *parts, EVERYTHING)
+    out, counts = interpreted("attention.skip", *parts, EVERYTHING)
     assert counts.tolist() == [tiles(2, 255) - 2 * 4, tiles(2, 255)]
     assert bool(out.isfinite().all())
     assert apart(out, exact(parts, 64)) < BOUND

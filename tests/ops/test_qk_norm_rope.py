@@ -11,8 +11,8 @@ Outputs = tuple[torch.Tensor, ...]
 Launched = Callable[..., Outputs]
 
 EPS = 1e-5
-# Heads, channels a head, rotated channels: tiny's, a rank of eight, widths of no power of two, no rotation.
-SHAPES = ((8, 16, 12), (7, 128, 96), (3, 48, 20), (5, 32, 32), (2, 80, 0))
+# Heads, channels a head, rotated channels: tiny's, ranks of eight and four, odd widths, no rotation.
+SHAPES = ((8, 16, 12), (7, 128, 96), (14, 128, 96), (3, 48, 20), (5, 32, 32), (2, 80, 0))
 
 
 def operands(rows: int, heads: int, width: int, turned: int, dtype: torch.dtype) -> list[torch.Tensor | None]:

@@ -143,6 +143,21 @@ def test_other_rows_are_never_read(name: str, launched: Launched) -> None:
         assert not torch.equal(one[:, 3].float(), other[:, 3].float())
 
 
+@DTYPES
+@pytest.mark.parametrize("static", [(), (torch.tensor([0.013]),)], ids=["dynamic", "static"])
+def test_rows_are_quantized_to_the_same_bits(
+    static: Operands, dtype: torch.dtype, launched: Launched, reference: Launched
+) -> None:
+    operands = (Inputs(129, 1104, dtype).x, *static)
+    got, expected = (
+        launched("quantize_rows.default", *operands),
+        reference("quantize_rows.default", *operands),
+    )
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_static_scale_saturates(name: str, launched: Launched, reference: Launched) -> None:
     inputs = Inputs(5, 272, torch.bfloat16)

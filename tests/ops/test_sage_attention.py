@@ -69,25 +69,27 @@ def tiles(heads: int, valid: int) -> int:
 @BLOCKS
 @pytest.mark.parametrize("rows", [1, 17, 129, 255])
 def test_equals_the_reference(
-    rows: int, qk: str, k_block: int, launched: Launched, reference: Launched
+    rows: int, qk: str, k_block: int, interpreted: Launched, reference: Launched
 ) -> None:
     operands = (*quantized(rows, 2, qk, k_block), k_block, torch.float32)
-    (out,) = launched("sage_attention.default", *operands)
+    (out,) = interpreted("sage_attention.default", *operands)
     assert out.shape == (1, rows, 2, D)
     assert_equal_but_for_ties(out, reference("sage_attention.default", *operands)[0])
 
 
 @pytest.mark.parametrize("rows", [15, 16, 63, 127, 128, 191])
-def test_odd_lengths(rows: int, launched: Launched, reference: Launched) -> None:
+def test_odd_lengths(rows: int, interpreted: Launched, reference: Launched) -> None:
     operands = (*quantized(rows, 2, "int8", 64), 64, torch.float32)
-    (out,) = launched("sage_attention.default", *operands)
+    (out,) = interpreted("sage_attention.default", *operands)
     assert_equal_but_for_ties(out, reference("sage_attention.default", *operands)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_seven_heads_and_narrow_results(dtype: torch.dtype, launched: Launched, reference: Launched) -> None:
+def test_seven_heads_and_narrow_results(
+    dtype: torch.dtype, interpreted: Launched, reference: Launched
+) -> None:
     operands = (*quantized(70, 7, "fp8_e4m3", 128), 128, dtype)
-    (out,) = launched("sage_attention.default", *operands)
+    (out,) = interpreted("sage_attention.default", *operands)
     assert out.dtype == dtype
     assert_equal_but_for_ties(out, reference("sage_attention.default", *operands)[0])
 
@@ -95,13 +97,13 @@ def test_seven_heads_and_narrow_results(dtype: torch.dtype, launched: Launched, 
 @QK
 @BLOCKS
 @pytest.mark.parametrize("valid", [1, 130])
-def test_padding_influences_nothing(valid: int, qk: str, k_block: int, launched: Launched) -> None:
+def test_padding_influences_nothing(valid: int, qk: str, k_block: int, interpreted: Launched) -> None:
     operands = quantized(valid + 140, 2, qk, k_block, valid)
     options = (k_block, torch.bfloat16)
-    (clean,) = launched("sage_attention.default", *operands, *options, valid)
+    (clean,) = interpreted("sage_attention.default", *operands, *options, valid)
     poison = poisoned(operands, k_block, valid)
-    (out,) = launched("sage_attention.default", *poison, *options, valid)
-    skipping, counts = launched("sage_attention.skip", *poison, *options, 1e-6, valid)
+    (out,) = interpreted("sage_attention.default", *poison, *options, valid)
+    skipping, counts = interpreted("sage_attention.skip", *poison, *options, 1e-6, valid)
     assert bool((out[:, valid:] == 0).all())
     assert bool((out[:, :valid] != 0).any())
     assert torch.equal(out, clean)
@@ -112,10 +114,10 @@ def test_padding_influences_nothing(valid: int, qk: str, k_block: int, launched:
 
 @QK
 @pytest.mark.parametrize("threshold", [0.0, 1e-6])
-def test_nothing_skipped_is_dense(threshold: float, qk: str, launched: Launched) -> None:
+def test_nothing_skipped_is_dense(threshold: float, qk: str, interpreted: Launched) -> None:
     operands = (*quantized(255, 2, qk, 16), 16, torch.float32)
-    (dense,) = launched("sage_attention.default", *operands)
-    out, counts = launched("sage_attention.skip", *operands, threshold)
+    (dense,) = interpreted("sage_attention.default", *operands)
+    out, counts = interpreted("sage_attention.skip", *operands, threshold)
     assert_equal_but_for_ties(out, dense)
     if threshold == 0:
         assert torch.equal(out, dense)
@@ -126,10 +128,10 @@ def test_nothing_skipped_is_dense(threshold: float, qk: str, launched: Launched)
 @pytest.mark.parametrize("k_block", [16, 128])
 @pytest.mark.parametrize("share", [0.02, 0.4])
 def test_skips_what_the_reference_skips(
-    share: float, qk: str, k_block: int, launched: Launched, reference: Launched
+    share: float, qk: str, k_block: int, interpreted: Launched, reference: Launched
 ) -> None:
     operands = (*quantized(520, 2, qk, k_block, fade=True), k_block, torch.float32)
-    out, counts = launched("sage_attention.skip", *operands, share * 520)
+    out, counts = interpreted("sage_attention.skip", *operands, share * 520)
     expected, expected_counts = reference("sage_attention.skip", *operands, share * 520)
     skipped, considered = counts.tolist()
     assert counts.dtype == torch.int32
@@ -137,14 +139,14 @@ def test_skips_what_the_reference_skips(
     assert considered == tiles(2, 520)
     assert 0.1 < skipped / considered < 0.8
     assert_equal_but_for_ties(out, expected)
-    (dense,) = launched("sage_attention.default", *operands)
+    (dense,) = interpreted("sage_attention.default", *operands)
     assert apart(out, dense) > 2 * BOUND
 
 
 @QK
-def test_the_first_tile_is_never_skipped(qk: str, launched: Launched, reference: Launched) -> None:
+def test_the_first_tile_is_never_skipped(qk: str, interpreted: Launched, reference: Launched) -> None:
     operands = (*quantized(255, 2, qk, 64), 64, torch.float32)
-    out, counts = launched("sage_attention.skip", *operands, EVERYTHING)
+    out, counts = interpreted("sage_attention.skip", *operands, EVERYTHING)
     assert counts.tolist() == [tiles(2, 255) - 2 * 4, tiles(2, 255)]
     assert bool(out.isfinite().all())
     assert_equal_but_for_ties(out, reference("sage_attention.skip", *operands, EVERYTHING)[0])

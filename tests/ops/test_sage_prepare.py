@@ -71,10 +71,10 @@ def assert_same(got: Outputs, expected: Outputs, ties: float) -> None:
 @BLOCKS
 @pytest.mark.parametrize("rows", [17, 270])
 def test_equals_the_reference(
-    rows: int, qk: str, k_block: int, launched: Launched, reference: Launched
+    rows: int, qk: str, k_block: int, interpreted: Launched, reference: Launched
 ) -> None:
     call = ("sage_prepare.default", *joint(rows, 2), 2, EPS, qk, k_block, True)
-    assert_same(launched(*call), reference(*call), TIES)
+    assert_same(interpreted(*call), reference(*call), TIES)
 
 
 @pytest.mark.parametrize(
@@ -92,22 +92,22 @@ def test_equals_the_reference(
         (257, 128),
     ],
 )
-def test_odd_lengths(rows: int, k_block: int, launched: Launched, reference: Launched) -> None:
+def test_odd_lengths(rows: int, k_block: int, interpreted: Launched, reference: Launched) -> None:
     call = ("sage_prepare.default", *joint(rows, 1), 1, EPS, "fp8_e4m3", k_block, True)
-    assert_same(launched(*call), reference(*call), TIES)
+    assert_same(interpreted(*call), reference(*call), TIES)
 
 
 @BLOCKS
 @pytest.mark.parametrize("valid", [1, 129, 255])
 def test_padding_influences_nothing(
-    valid: int, k_block: int, launched: Launched, reference: Launched
+    valid: int, k_block: int, interpreted: Launched, reference: Launched
 ) -> None:
     qkv, *others = joint(300, 1)
     assert qkv is not None
     for number, poison in enumerate((torch.nan, torch.inf)):
         qkv[:, valid + 11 * number :] = poison
     options = (1, EPS, "fp8_e4m3", k_block, True, valid)
-    q, q_scale, k, k_scale, v, v_scale = got = launched("sage_prepare.default", qkv, *others, *options)
+    q, q_scale, k, k_scale, v, v_scale = got = interpreted("sage_prepare.default", qkv, *others, *options)
     assert_same(got, reference("sage_prepare.default", qkv, *others, *options), TIES)
     assert not bool(q.float()[:, valid:].any() | k.float()[:, valid:].any())
     assert not bool(v.float()[:, :, -(-valid // 16) * 16 :].any())
@@ -115,62 +115,62 @@ def test_padding_influences_nothing(
 
 
 @pytest.mark.parametrize(("k_block", "smooth"), [(16, True), (64, False), (128, True)])
-def test_heads_of_a_rank(k_block: int, smooth: bool, launched: Launched, reference: Launched) -> None:
+def test_heads_of_a_rank(k_block: int, smooth: bool, interpreted: Launched, reference: Launched) -> None:
     call = ("sage_prepare.default", *joint(50, 7), 7, EPS, "int8", k_block, smooth, 41)
-    assert_same(launched(*call), reference(*call), TIES)
+    assert_same(interpreted(*call), reference(*call), TIES)
 
 
 @pytest.mark.parametrize("turned", [0, 64, 128])
 @pytest.mark.parametrize("k_block", [16, 64])
-def test_other_rotations(turned: int, k_block: int, launched: Launched, reference: Launched) -> None:
+def test_other_rotations(turned: int, k_block: int, interpreted: Launched, reference: Launched) -> None:
     operands = joint(70, 2, turned=turned)
     call = ("sage_prepare.default", *operands, 2, EPS, "fp8_e4m3", k_block, True)
-    assert_same(launched(*call), reference(*call), TIES)
+    assert_same(interpreted(*call), reference(*call), TIES)
 
 
 @QK
 @pytest.mark.parametrize(("k_block", "smooth"), [(16, True), (16, False), (64, False), (128, True)])
 def test_operands_that_are_normed_already(
-    qk: str, k_block: int, smooth: bool, launched: Launched, reference: Launched
+    qk: str, k_block: int, smooth: bool, interpreted: Launched, reference: Launched
 ) -> None:
     call = ("sage_prepare.separate", *separate(140, 3), qk, k_block, smooth, 130)
-    assert_same(launched(*call), reference(*call), SEPARATE_TIES)
+    assert_same(interpreted(*call), reference(*call), SEPARATE_TIES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-def test_other_dtypes(dtype: torch.dtype, launched: Launched, reference: Launched) -> None:
+def test_other_dtypes(dtype: torch.dtype, interpreted: Launched, reference: Launched) -> None:
     options = ("fp8_e4m3", 64, True, 60)
     call = ("sage_prepare.default", *joint(65, 2, dtype), 2, EPS, *options)
-    assert_same(launched(*call), reference(*call), TIES)
+    assert_same(interpreted(*call), reference(*call), TIES)
     call = ("sage_prepare.separate", *separate(65, 2, dtype), *options)
-    assert_same(launched(*call), reference(*call), SEPARATE_TIES)
+    assert_same(interpreted(*call), reference(*call), SEPARATE_TIES)
 
 
-def test_qkv_may_be_a_view_with_longer_rows(launched: Launched) -> None:
+def test_qkv_may_be_a_view_with_longer_rows(interpreted: Launched) -> None:
     qkv, *others = joint(40, 2)
     assert qkv is not None
     padded = torch.cat((qkv, torch.full_like(qkv[..., :64], torch.nan)), -1)
     options = (2, EPS, "fp8_e4m3", 64, True)
-    expected = launched("sage_prepare.default", qkv, *others, *options)
-    got = launched("sage_prepare.default", padded[..., : qkv.shape[-1]], *others, *options)
+    expected = interpreted("sage_prepare.default", qkv, *others, *options)
+    got = interpreted("sage_prepare.default", padded[..., : qkv.shape[-1]], *others, *options)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @QK
 @BLOCKS
-def test_a_scale_uses_the_whole_range(qk: str, k_block: int, launched: Launched) -> None:
+def test_a_scale_uses_the_whole_range(qk: str, k_block: int, interpreted: Launched) -> None:
     operands = (*joint(128, 1), 1, EPS, qk, k_block, True)
-    q, _, k, _, v, _ = launched("sage_prepare.default", *operands)
+    q, _, k, _, v, _ = interpreted("sage_prepare.default", *operands)
     assert bool((q.float().abs().amax(-1) == LARGEST[qk]).all())
     assert bool((k.float().abs().view(1, -1, k_block * D).amax(-1) == LARGEST[qk]).all())
     assert bool((v.float().abs().amax(-1) == LARGEST["fp8_e4m3"]).all())
 
 
-def test_zeros_have_the_smallest_scale(launched: Launched) -> None:
+def test_zeros_have_the_smallest_scale(interpreted: Launched) -> None:
     qkv, *others = joint(33, 1)
     assert qkv is not None
-    outputs = launched("sage_prepare.default", torch.zeros_like(qkv), *others, 1, EPS, "int8", 64, True)
+    outputs = interpreted("sage_prepare.default", torch.zeros_like(qkv), *others, 1, EPS, "int8", 64, True)
     for part in outputs:
         if part.dtype != torch.float32:
             assert not bool(part.float().any())

@@ -20,7 +20,7 @@ def gate_norm_modulate_kernel(
     """As `norm_modulate_kernel`, of ``residual = x + gate * branch``, which is stored too."""
     row = tl.program_id(0).to(tl.int64)
     entry = table_row(table, index, tl.program_id(0) % period, STRIDE)
-    parts = ()
+    parts = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         value = load_once(x + row * WIDTH, part, WIDTH, BLOCK)
         added = load_once(branch + row * WIDTH, part, WIDTH, BLOCK)

@@ -19,7 +19,7 @@ def modulated(
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         squares += parts[part] * parts[part]
     inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
-    values = ()
+    values = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         factor = load_cached(weight, part, WIDTH, BLOCK)
         factor += factor * load_cached(scale, part, WIDTH, BLOCK)
@@ -40,7 +40,7 @@ def norm_modulate_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     entry = table_row(table, index, tl.program_id(0) % period, STRIDE)
-    parts = ()
+    parts = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         parts += (load_once(x + row * WIDTH, part, WIDTH, BLOCK),)
     values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK)

@@ -32,11 +32,6 @@ def _factors(weight, cos, sin, column, inside, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _load(source, column, mask):
-    return tl.load(source + column, mask=mask, other=0.0)
-
-
-@triton.jit
 def _turned(x, pair, direct, across, WIDTH: tl.constexpr, TURNED: tl.constexpr, EPS: tl.constexpr):
     """Norm and turn heads."""
     x = x.to(tl.float32)
@@ -51,7 +46,7 @@ def _turned(x, pair, direct, across, WIDTH: tl.constexpr, TURNED: tl.constexpr, 
 def qk_norm_rope_kernel(
     qkv, q_weight, k_weight, cos, sin, query, key,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, EPS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, EAGER: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, ceil(HEADS / (TILE * TILES))); COLUMNS is WIDTH up to a power of two.
 
@@ -71,24 +66,24 @@ def qk_norm_rope_kernel(
     offset = row * (HEADS * WIDTH)
     other = _pair(column, TURNED)
     turns = column < TURNED
-    base = tl.program_id(1) * (TILES * TILE) + tl.arange(0, TILE)[:, None]
-    xs = ()
-    pairs = ()
+    first = tl.program_id(1) * (TILES * TILE) + tl.arange(0, TILE)[:, None]
+    # All that the program reads is asked for before anything is computed.
+    xs = ()  # type: tuple[tl.tensor, ...]
+    pairs = ()  # type: tuple[tl.tensor, ...]
     for tile in tl.static_range(TILES):
-        head = base + tile * TILE
+        head = first + tile * TILE
         mask = (head < HEADS) & inside
         for side in tl.static_range(2):
-            if EAGER > 0:
-                xs += (_load(source + side * HEADS * WIDTH + head * WIDTH, column, mask),)
-            if EAGER > 1:
-                pairs += (_load(source + side * HEADS * WIDTH + head * WIDTH, other, mask & turns),)
+            here = source + (side * HEADS + head) * WIDTH
+            xs += (tl.load(here + column, mask=mask, other=0.0),)
+            if TURNED > 0:
+                pairs += (tl.load(here + other, mask=mask & turns, other=0.0),)
     for tile in tl.static_range(TILES):
-        head = base + tile * TILE
+        head = first + tile * TILE
         mask = (head < HEADS) & inside
         for side in tl.static_range(2):
-            here = source + side * HEADS * WIDTH + head * WIDTH
-            x = xs[2 * tile + side] if EAGER > 0 else _load(here, column, mask)
-            pair = pairs[2 * tile + side] if EAGER > 1 else _load(here, other, mask & turns)
+            x = xs[2 * tile + side]
+            pair = pairs[2 * tile + side] if TURNED > 0 else x
             direct = q_direct if side == 0 else k_direct
             across = q_across if side == 0 else k_across
             y = _turned(x, pair, direct, across, WIDTH, TURNED, EPS)

@@ -22,7 +22,7 @@ def swiglu_kernel(
     first = x + row * (2 * WIDTH)
     gate_row = first if GATE_FIRST else first + WIDTH
     value_row = first + WIDTH if GATE_FIRST else first
-    values = ()
+    values = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         gate = load_once(gate_row, part, WIDTH, BLOCK)
         value = load_once(value_row, part, WIDTH, BLOCK)
