@@ -122,6 +122,11 @@ def test_every_marked_block_runs_and_prints_what_is_shown(
 EXAMPLES = {
     "python_api": ("4 grid points, 3 forwards", "5.17 s in "),
     "two_partitions": ("transformer: 2 forwards", "transformer_ref: 2 forwards"),
+    "lossy": (
+        "fuse, fp8, sage(k_block=16), skip(",
+        "skipped tiles: none in ",
+        "mean difference of a pixel: ",
+    ),
     "interrupt": ("the forward was stopped after ", "the next request: 2 forwards, 5.17 s"),
 }
 

@@ -83,8 +83,3 @@ class Kernels:
                 "run `h3compile finalize --again` on this machine",
             )
         return _Loaded(spec, binary, self._device)
-
-    def load(self, specs: Mapping[str, Spec]) -> None:
-        """Load what ``specs`` name now rather than at the first launch."""
-        for spec in specs.values():
-            self._loaded[spec] = self._load(spec)
