@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,14 @@ def _serve(connection: Connection) -> None:
 
     assert hasattr(triton_interpreter, "_convert_float")
     triton_interpreter._convert_float = _converted
+    patch_tensor = triton_interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: Any) -> None:  # a class of the interpreter's that has no stub
+        patch_tensor(tensor, scope)
+        # Triton 3.6 holds a number as an array of one element, which newer numpy makes no number of.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    triton_interpreter._patch_lang_tensor = patched
     while (launch := connection.recv()) is not None:
         spec = launch.spec
         names = [name for name, _ in spec.types]
