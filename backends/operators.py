@@ -100,45 +100,33 @@ def bind_operators(
     `BuildError` when a named provider is not legal, and when none is.
     """
     variants: dict[str, VariantInfo] = {}
-    compiled: dict[str, Spec] = {}
+    kept: dict[str, None] = {}
     infos = []
     for use in _uses(module):
-        candidates = _legal(use, arch, named)
-        for provider in candidates:
-            for spec in use.specs(provider, arch):
-                if spec.key not in compiled:
-                    compiled[spec.key] = spec
-                    variants[spec.key] = _compiled(spec, arch, output)
-        names = tuple(provider.name for provider in candidates)
-        key = (use.operator.name, use.variant, names)
+        candidates = {provider.name: provider for provider in _legal(use, arch, named)}
+        key = (use.operator.name, use.variant, tuple(candidates))
         if len(candidates) == 1:
-            times[key] = {names[0]: None}
+            times[key] = dict.fromkeys(candidates)
         elif key not in times:
-            times[key] = _measured(use, candidates, variants, arch, device, output)
+            for provider in candidates.values():
+                _compile(use.specs(provider, arch), variants, arch, output)
+            times[key] = _measured(use, list(candidates.values()), variants, arch, device, output)
         found = times[key]
         chosen = min(found, key=lambda name: found[name] or 0.0)
         infos.append(OperatorInfo(name=use.operator.name, variant=use.variant, provider=chosen, ms=found))
-    return Bound(tuple(infos), _kept(module, infos, variants, arch, output))
+        specs = use.specs(candidates[chosen], arch)
+        _compile(specs, variants, arch, output)
+        kept.update((spec.key, None) for spec in specs)
+    for loser in variants.keys() - kept.keys():
+        (output / variants[loser].file).unlink()
+    return Bound(tuple(infos), {winner: variants[winner] for winner in kept})
 
 
-def _kept(
-    module: fx.GraphModule,
-    infos: Sequence[OperatorInfo],
-    variants: Mapping[str, VariantInfo],
-    arch: str,
-    output: Path,
-) -> dict[str, VariantInfo]:
-    """The variants that the chosen providers launch; the files of the others are removed."""
-    chosen = {(info.name, info.variant): info.provider for info in infos}
-    keys: dict[str, None] = {}
-    for use in _uses(module):
-        name = chosen[use.operator.name, use.variant]
-        provider = next(provider for provider in use.operator.providers if provider.name == name)
-        keys.update((spec.key, None) for spec in use.specs(provider, arch))
-    for key, info in variants.items():
-        if key not in keys:
-            (output / info.file).unlink()
-    return {key: variants[key] for key in keys}
+def _compile(specs: Sequence[Spec], variants: dict[str, VariantInfo], arch: str, output: Path) -> None:
+    """Add to ``variants`` what ``specs`` need and it lacks."""
+    for spec in specs:
+        if spec.key not in variants:
+            variants[spec.key] = _compiled(spec, arch, output)
 
 
 def _uses(module: fx.GraphModule) -> list[_Use]:
@@ -150,16 +138,10 @@ def _uses(module: fx.GraphModule) -> list[_Use]:
         if operator is None:
             continue
         given = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        operands = _bound(operator, given[0], given[1])
+        operands = operator.operands(given[0], given[1])
         operators[operator.name] = operator
         places.setdefault((operator.name, operator.variant(*operands)), []).append(operands)
     return [_Use(operators[name], variant, tuple(found)) for (name, variant), found in places.items()]
-
-
-def _bound(operator: Operator, args: Sequence[Operand], kwargs: Mapping[str, Operand]) -> tuple[Operand, ...]:
-    arguments = operator.target._schema.arguments
-    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    return tuple(values.get(argument.name, argument.default_value) for argument in arguments)
 
 
 def _legal(use: _Use, arch: str, named: Mapping[str, str]) -> list[Provider]:
@@ -235,7 +217,7 @@ def _measured(
     output: Path,
 ) -> dict[str, float | None]:
     """Milliseconds by provider, medians of runs that take turns; an absent device measures nothing."""
-    kernels = Kernels({key: binary_of(info, output) for key, info in variants.items()}, device)
+    kernels = Kernels({key: Binary.recorded(info, output) for key, info in variants.items()}, device)
     try:
         with torch.no_grad(), torch.cuda.device(device):
             operands = [_real(operand, device) for operand in use.operands]
@@ -258,16 +240,3 @@ def _measured(
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def binary_of(info: VariantInfo, folder: Path) -> Binary:
-    """The variant of ``info`` as a file in ``folder``."""
-    return Binary(
-        folder / info.file,
-        info.entry,
-        info.warps,
-        info.shared,
-        info.scratch,
-        info.scratch_alignment,
-        info.scratch_arguments,
-    )

@@ -90,7 +90,6 @@ class Skip(Pass):
                 variant.region: _skipping(program.regions[variant.region], 0.0, variant.region)[0]
                 for variant in program.variants.get(name, ())
             }
-            unskipped, _ = _skipping(base, 0.0, f"{name}.unskipped")
             counted = {call.name: _counting(call) for call in calls}
             measured += [call.outputs[-1] for call in counted.values()]
             program = program.evolve(
@@ -98,6 +97,7 @@ class Skip(Pass):
                 calls=tuple(counted.get(call.name, call) for call in program.calls),
             )
             if self.until < 1.0:
+                unskipped, _ = _skipping(base, 0.0, f"{name}.unskipped")
                 program = add_variant(program, name, unskipped, Noisier(self.until))
             matches += [Match("attention", f"{call.name}/{found[0].name}") for call in calls]
         return Rewrite(program.evolve(measures=(*program.measures, *measured)), tuple(matches))

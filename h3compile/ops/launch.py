@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-__all__ = ["Binary", "Launch", "Run", "Spec", "ceil_div"]
+__all__ = ["Binary", "BinaryRecord", "Launch", "Run", "Spec", "ceil_div"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,18 @@ class Launch:
     arguments: tuple[torch.Tensor | int | float, ...]
 
 
+class BinaryRecord(Protocol):
+    """What an artifact records of a `Binary`: its fields, and the file's name in the artifact's folder."""
+
+    file: str
+    entry: str
+    warps: int
+    shared: int
+    scratch: int
+    scratch_alignment: int
+    scratch_arguments: int
+
+
 @dataclass(frozen=True)
 class Binary:
     """A compiled variant in a file, and what launching it needs.
@@ -67,6 +80,19 @@ class Binary:
     scratch: int
     scratch_alignment: int
     scratch_arguments: int
+
+    @classmethod
+    def recorded(cls, record: BinaryRecord, folder: Path) -> Binary:
+        """The binary that ``record`` describes, in ``folder``."""
+        return cls(
+            folder / record.file,
+            record.entry,
+            record.warps,
+            record.shared,
+            record.scratch,
+            record.scratch_alignment,
+            record.scratch_arguments,
+        )
 
 
 # Executes a launch, or only notes it when the operands are fake.

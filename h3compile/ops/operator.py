@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,13 @@ class Operator:
     providers: tuple[Provider, ...] = field(default=())
     # A name for the static shape of a call, where shapes of one region may want different providers.
     variant: Callable[..., str] = _only
+    # The schema's arguments and their defaults, in order.
+    arguments: tuple[tuple[str, Operand], ...] = ()
+
+    def operands(self, given: Sequence[Operand], named: Mapping[str, Operand]) -> tuple[Operand, ...]:
+        """All operands of a call in the order of the schema: what is left out has its default."""
+        rest = self.arguments[len(given) :]
+        return (*given, *(named.get(name, default) for name, default in rest))
 
 
 def define(
@@ -73,4 +80,6 @@ def define(
     torch.library.register_fake(qualified, fake)
     base, _, overload = name.partition(".")
     target = getattr(getattr(torch.ops.h3compile, base), overload or "default")
-    return Operator(f"{base}.{overload or 'default'}", target, reference, cost, providers, variant)
+    arguments = tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
+    name = f"{base}.{overload or 'default'}"
+    return Operator(name, target, reference, cost, providers, variant, arguments)

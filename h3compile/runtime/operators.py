@@ -26,21 +26,8 @@ def bound_operators(info: ArtifactInfo, folder: Path, device: torch.device) -> d
 
     Raises `EngineError` when an operator or a provider is not known to this version.
     """
-    kernels = Kernels(
-        {
-            key: Binary(
-                folder / variant.file,
-                variant.entry,
-                variant.warps,
-                variant.shared,
-                variant.scratch,
-                variant.scratch_alignment,
-                variant.scratch_arguments,
-            )
-            for key, variant in info.variants.items()
-        },
-        device,
-    )
+    binaries = {key: Binary.recorded(variant, folder) for key, variant in info.variants.items()}
+    kernels = Kernels(binaries, device)
     known = {operator.name: operator for operator in OPERATORS}
     providers: dict[str, dict[str, Provider]] = defaultdict(dict)
     for entry in info.operators:
@@ -57,10 +44,8 @@ def bound_operators(info: ArtifactInfo, folder: Path, device: torch.device) -> d
 
 
 def _bind(operator: Operator, providers: dict[str, Provider], run: Run, arch: str) -> BoundOperator:
-    arguments = [(argument.name, argument.default_value) for argument in operator.target._schema.arguments]
-
     def call(*given: Operand, **named: Operand) -> Outputs:
-        operands = (*given, *(named.get(name, default) for name, default in arguments[len(given) :]))
+        operands = operator.operands(given, named)
         return providers[operator.variant(*operands)].launch(run, arch, *operands)
 
     return call
