@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from block_region import attention_in_float64, block_inputs, diffusers_block, distance, medians
+from block_region import block_inputs, diffusers_block, distance, exact, medians
 
 SETS = ("", "fp8", "sage", "fp8,sage", "fp8,sage,skip(until=1.0)", "-fuse")
 Tensors = dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ def built(passes: str, traced, folder: Path):  # type: ignore[no-untyped-def]
     return program, time.perf_counter() - start
 
 
-def arguments(program, source: _Weights, inputs: Tensors, block: torch.nn.Module) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+def arguments(program, inputs: Tensors, block: torch.nn.Module) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
     """Inputs of the block region in the order of its ports; the weights come from `weights`."""
     linear = block.adaln_proj.linear
     # Each t alone, as the tables are evaluated.
@@ -107,20 +107,6 @@ def arguments(program, source: _Weights, inputs: Tensors, block: torch.nn.Module
 def weights(program, source: _Weights) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
     call = program.calls_of("block")[0]
     return [program.weights[name].evaluate(source).cuda() for name in call.weights]
-
-
-def exact(program, values: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """The unfused region in float64 on the GPU."""
-    from h3compile.program.interpreter import retype
-    from h3compile.program.retarget import retarget
-
-    graph = retarget(program.regions["block"].graph, "cuda")
-    retype(graph, torch.float64)
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-            node.target = attention_in_float64
-    module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return module(*(value.double() if value.is_floating_point() else value for value in values))[0]
 
 
 def kernels(run: Callable[[], object], repeat: int = 4) -> dict[str, float]:
@@ -184,6 +170,7 @@ def main() -> None:
                 flush=True,
             )
         plain, _ = _plain(traced)
+        plain_weights = weights(plain, source)
         peers: Mapping[str, torch.nn.Module] = {}
         if not options.no_peers:
             peers = {
@@ -195,11 +182,11 @@ def main() -> None:
             inputs = block_inputs(rows, 2 if rows > 1 else 1)
             call = (inputs["hidden"], inputs["temb"], inputs["index"], (inputs["cos"], inputs["sin"]))
             bound: dict[str, Callable[[], object]] = {
-                name: partial(_first, run, [*arguments(programs[name], source, inputs, block), *held[name]])
+                name: partial(_first, run, [*arguments(programs[name], inputs, block), *held[name]])
                 for name, run in runs.items()
             }
             bound |= {name: partial(peer, *call) for name, peer in peers.items()}
-            truth = exact(plain, [*arguments(plain, source, inputs, block), *weights(plain, source)])
+            truth = exact(plain.regions["block"], [*arguments(plain, inputs, block), *plain_weights])
             errors = {name: distance(run(), truth) for name, run in bound.items()}  # type: ignore[arg-type]
             del truth
             torch.cuda.empty_cache()

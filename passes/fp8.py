@@ -13,6 +13,7 @@ from torch import fx
 import h3compile.ops  # noqa: F401  registers what the rewrite calls
 from h3compile.errors import BuildError
 from h3compile.passes.rewrites.fp8_linear import Quantized, quantize_linear
+from h3compile.passes.rewrites.fp8_target import require_fp8
 from h3compile.pipeline.base import Match, Pass, Rewrite, Tier
 from h3compile.program.analysis import execution_stages
 from h3compile.program.calibration import Calibration, read_calibration
@@ -27,8 +28,6 @@ from h3compile.targets import Target
 __all__ = ["Fp8Linears"]
 
 aten = torch.ops.aten
-
-_FIRST_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,7 @@ class Fp8Linears(Pass):
             )
 
     def apply(self, program: Program, target: Target) -> Rewrite:
-        if target.capability is not None and target.capability < _FIRST_CAPABILITY:
-            raise BuildError(
-                f"{target.name} ({target.arch}) has no FP8 tensor cores", "build without fp8 for this target"
-            )
+        require_fp8(target, self.name)
         calibration = None if self.calibration is None else read_calibration(Path(self.calibration))
         kept = (*program.facts.unquantized, *self.keep)
         stages = execution_stages(program)

@@ -12,6 +12,7 @@ import h3compile.ops  # noqa: F401  registers what the rewrite calls
 from h3compile.errors import BuildError
 from h3compile.ops.sage_prepare import QK_TYPES
 from h3compile.passes.rewrites.attention import name_attention
+from h3compile.passes.rewrites.fp8_target import require_fp8
 from h3compile.passes.rewrites.sage import SageOptions, quantize_attention
 from h3compile.pipeline.base import Match, Pass, Rewrite, Tier
 from h3compile.program.analysis import execution_stages
@@ -63,10 +64,7 @@ class Sage(Pass):
         return SageOptions(self.qk or defaults.qk, self.k_block or defaults.k_block, self.smooth)
 
     def apply(self, program: Program, target: Target) -> Rewrite:
-        if target.capability is not None and target.capability < (8, 9):
-            raise BuildError(
-                f"{target.name} ({target.arch}) has no FP8 tensor cores", "build without sage for this target"
-            )
+        require_fp8(target, self.name)
         options = self.options(target)
         if options.qk == "int8" and target.arch in _WITHOUT_INT8:
             raise BuildError(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h3compile.errors import BuildError
+from h3compile.program.weights import E4M3_MAX
 
 __all__ = ["FORMAT", "Calibration", "read_calibration", "write_calibration"]
 
 FORMAT = "h3compile-calibration-1"
-_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Calibration:
                 f"the calibration has nothing for {missing[0]}",
                 "calibrate the model that is built, all of it",
             )
-        return max(self.amax[weight] for weight in weights) / _E4M3_MAX
+        return max(self.amax[weight] for weight in weights) / E4M3_MAX
 
 
 _MAKE_ONE = "make one with `h3compile calibrate`"

@@ -15,6 +15,7 @@ import torch
 from h3compile.errors import CheckpointError
 
 __all__ = [
+    "E4M3_MAX",
     "Cast",
     "Concat",
     "Fp8",
@@ -211,7 +212,7 @@ class Reorder(Weight):
         return f"reorder({self.operand}, {self.groups}, {self.order})"
 
 
-_E4M3_MAX = 448.0
+E4M3_MAX = 448.0
 # An output channel of zeros has a scale too.
 _SMALLEST_AMAX = 1e-12
 
@@ -262,7 +263,7 @@ class Fp8(Weight):
         for start in range(0, len(value), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             scaled = value[rows].float() / scales[rows, None]
-            out[rows] = scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(self.dtype)
+            out[rows] = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(self.dtype)
         return out
 
     def reads(self) -> tuple[str, ...]:
@@ -276,4 +277,4 @@ _ROWS_AT_ONCE = 1024
 
 
 def _row_scales(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.abs().amax(1).float().clamp_min(_SMALLEST_AMAX) / _E4M3_MAX
+    return matrix.abs().amax(1).float().clamp_min(_SMALLEST_AMAX) / E4M3_MAX
