@@ -15,8 +15,9 @@ pytestmark = pytest.mark.slow
 WIDTH = 0.5
 DEPTHS = (2, 4)
 MOST_BLOCKS = 3.0
-# Kept weights would add a block for every layer; graphs and tables add little.
-MOST_GROWTH = 0.25
+# Weights that were kept would add a block for each of the two layers more. The peak itself moves by a
+# quarter of a block from run to run, with what the allocator has given back by then.
+MOST_GROWTH = 0.75
 
 
 @pytest.fixture(scope="module")
