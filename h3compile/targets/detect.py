@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from h3compile.errors import H3CompileError
-from h3compile.targets.target import Target, find_target, targets
+from h3compile.targets.file import is_target_file, read_target
+from h3compile.targets.known import find_target, targets
+from h3compile.targets.target import Target
 
 __all__ = ["CudaDevice", "current_device", "detect", "matches", "present", "resolve_target"]
 
@@ -50,8 +52,15 @@ def detect() -> Target:
 
 
 def resolve_target(name: str) -> Target:
-    """The target called ``name``, where ``auto`` is this machine's."""
-    return detect() if name.lower() == "auto" else find_target(name)
+    """The target called ``name``, or in the file of that name; ``auto`` is this machine's.
+
+    `H3CompileError` where there is none, and where `read_target` refuses the file.
+    """
+    if name.lower() == "auto":
+        return detect()
+    if name.lower() not in targets() and is_target_file(name):
+        return read_target(name)
+    return find_target(name)
 
 
 def matches(target: Target, device: CudaDevice | None) -> bool:

@@ -1,19 +1,16 @@
-"""Targets: data about the devices an engine can be built for."""
+"""Target: data about a device an engine can be built for."""
 
 from __future__ import annotations
 
 import fnmatch
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Literal
 
-from h3compile.errors import H3CompileError, nearest
+from h3compile.errors import H3CompileError
+from h3compile.targets.rates import Link, Rate
 
-__all__ = ["Target", "find_target", "targets"]
+__all__ = ["Target"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +19,11 @@ class Target:
 
     ``memory`` is in bytes, nominal, and None where the machine decides (the CPU). ``devices`` are shell
     patterns over the names that the CUDA driver reports.
+
+    ``bandwidth`` counts bytes read and bytes written; ``flops`` has the keys of `FLOPS` that the device can
+    compute; ``host`` is the way from pinned host memory, ``peer`` that to another device of the machine;
+    ``launch_seconds`` is what a kernel costs however small. All are empty where only measuring tells them.
+    ``sheet`` is where the nominal rates come from, if their own ``source`` does not say otherwise.
     """
 
     name: str
@@ -29,6 +31,12 @@ class Target:
     arch: str
     memory: int | None
     devices: tuple[str, ...]
+    bandwidth: Rate | None = None
+    flops: Mapping[str, Rate] = field(default_factory=dict, hash=False)
+    host: Link | None = None
+    peer: Link | None = None
+    launch_seconds: float = 0.0
+    sheet: str = ""
 
     @property
     def kind(self) -> Literal["cuda", "cpu"]:
@@ -47,28 +55,14 @@ class Target:
         """Whether the CUDA driver's ``device`` name is this target's."""
         return any(fnmatch.fnmatchcase(device, pattern) for pattern in self.devices)
 
-
-@cache
-def targets() -> Mapping[str, Target]:
-    """Every known target by name, in the order of the data file."""
-    text = resources.files("h3compile.targets").joinpath("targets.toml").read_text(encoding="utf-8")
-    found = {}
-    for name, entry in tomllib.loads(text).items():
-        memory_gb: int | None = entry.get("memory_gb")
-        found[name] = Target(
-            name=name,
-            title=entry["title"],
-            arch=entry["arch"],
-            memory=None if memory_gb is None else memory_gb * 10**9,
-            devices=tuple(entry.get("devices", ())),
-        )
-    return MappingProxyType(found)
-
-
-def find_target(name: str) -> Target:
-    """The target called ``name``, in any case; `H3CompileError` naming the nearest when unknown."""
-    known = targets()
-    target = known.get(name.lower())
-    if target is None:
-        raise H3CompileError(f"no target is called {name!r}", nearest(name.lower(), known))
-    return target
+    def rate(self, key: str) -> Rate:
+        """``flops[key]``, or for ``bandwidth`` that; `H3CompileError` where there is none."""
+        found = self.bandwidth if key == "bandwidth" else self.flops.get(key)
+        if found is None:
+            raise H3CompileError(
+                f"{self.name} has no rate for {key}",
+                "measure one with `h3compile targets --measure -o FILE` and give --target FILE"
+                if not self.flops
+                else f"it has {', '.join(self.flops)}",
+            )
+        return found

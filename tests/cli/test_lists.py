@@ -11,7 +11,6 @@ import pytest
 
 from h3compile.pipeline.base import Pass, Tier
 from h3compile.pipeline.registry import Registry, of
-from h3compile.targets import targets
 from h3compile.targets.detect import CudaDevice
 
 
@@ -38,17 +37,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, device: CudaDevice | None) -> None:
     monkeypatch.setattr(sys.modules["h3compile.targets.detect"], "current_device", lambda: device)
-
-
-def test_targets_are_listed_with_the_one_that_is_here(h3compile, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    use(monkeypatch, CudaDevice("NVIDIA H200", (9, 0), 0))
-    done = h3compile("targets")
-    assert done.exit_code == 0
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
-    assert set(targets()) <= set(lines)
-    assert lines["h200"].split()[-4:] == ["sm_90a", "141", "GB", "yes"]
-    assert not lines["h100"].rstrip().endswith("yes")
-    assert "--target auto is h200 on this machine." in done.stdout
 
 
 def test_an_unknown_device_is_said_after_the_list(h3compile, monkeypatch) -> None:  # type: ignore[no-untyped-def]
