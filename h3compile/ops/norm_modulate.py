@@ -103,6 +103,7 @@ def _launched(
         SCALE=scale,
         STRIDE=table.shape[1],
         EPS=eps,
+        EARLY=False,
     )
 
 

@@ -169,18 +169,28 @@ def _consumer(part, q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, q_f
         if (tile + 1) * TILE > valid:
             key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
             scores = gl.where((key < valid)[None, :], scores, float("-inf"))
-        top = gl.max(scores, 1)
-        if BIASED:
-            top -= INT_BIAS
-        top *= rate
         if SKIP:
-            # The first tile is never dropped: nothing is below minus infinity.
-            keep = gl.max(((top >= m + cutoff) & (row < valid)).to(gl.int32), 0)
+            # Every thread tests maxima of its own, which need not wait for those of the row, against what a
+            # row must reach; one instruction tells whether any thread of a warp keeps the tile. The first
+            # tile is never dropped: nothing is below minus infinity.
+            tops = gl.max(gl.max(scores.reshape(ROWS, TILE // 8, 4, 2), 3), 1)
+            tops = gl.convert_layout(tops, SUMS, assert_trivial=True)
+            if BIASED:
+                tops -= INT_BIAS
+            tops *= gl.convert_layout(rate, SUM_LANES, assert_trivial=True)[:, None]
+            top = gl.convert_layout(gl.max(tops, 1), LANES, assert_trivial=True)
+            least = gl.where(row < valid, m + cutoff, float("inf"))
+            least = gl.convert_layout(least, SUM_LANES, assert_trivial=True)[:, None]
+            keep = gl.max((tops >= least).to(gl.int32).reshape(ROWS * 4), 0)
             mbarrier.wait(v_full.index(slot), phase)
             if keep != 0:
                 m, l, acc = _weigh(scores, top, m, l, acc, v_buffers.index(slot), rate, BIASED)
             kept += keep
         else:
+            top = gl.max(scores, 1)
+            if BIASED:
+                top -= INT_BIAS
+            top *= rate
             mbarrier.wait(v_full.index(slot), phase)
             m, l, acc = _weigh(scores, top, m, l, acc, v_buffers.index(slot), rate, BIASED)
         mbarrier.arrive(v_empty.index(slot))

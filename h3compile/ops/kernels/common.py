@@ -73,9 +73,13 @@ def store_part(row, value, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def table_row(table, index, row, STRIDE: tl.constexpr):
-    """The table row that sequence row ``row`` gathers."""
-    return table + tl.load(index + row) * STRIDE
+def table_row(table, index, row, period, STRIDE: tl.constexpr):
+    """The table row that sequence row ``row`` of a batch gathers; ``index`` has ``period`` entries."""
+    at = row
+    if at >= period:
+        # Only of later documents: a division takes longer than the load.
+        at = at % period
+    return table + tl.load(index + at) * STRIDE
 
 
 @triton.jit

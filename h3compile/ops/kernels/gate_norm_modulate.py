@@ -19,7 +19,7 @@ def gate_norm_modulate_kernel(
 ):  # fmt: skip
     """As `norm_modulate_kernel`, of ``residual = x + gate * branch``, which is stored too."""
     row = tl.program_id(0).to(tl.int64)
-    entry = table_row(table, index, tl.program_id(0) % period, STRIDE)
+    entry = table_row(table, index, tl.program_id(0), period, STRIDE)
     parts = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         value = load_once(x + row * WIDTH, part, WIDTH, BLOCK)
@@ -28,5 +28,5 @@ def gate_norm_modulate_kernel(
         parts += (value + load_cached(entry + GATE * WIDTH, part, WIDTH, BLOCK) * added,)
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         store_part(residual + row * WIDTH, parts[part], part, WIDTH, BLOCK)
-    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK)
+    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK, False)
     store_row(values, out, scales, static_scale, row, WIDTH, BLOCK)

@@ -20,7 +20,7 @@ def gate_residual_kernel(
     GATE numbers the table's part of WIDTH columns.
     """
     row = tl.program_id(0).to(tl.int64)
-    entry = table_row(table, index, tl.program_id(0) % period, STRIDE)
+    entry = table_row(table, index, tl.program_id(0), period, STRIDE)
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         value = load_once(x + row * WIDTH, part, WIDTH, BLOCK)
         added = load_once(branch + row * WIDTH, part, WIDTH, BLOCK)

@@ -12,18 +12,36 @@ __all__ = ["modulated", "norm_modulate_kernel"]
 
 @triton.jit
 def modulated(
-    parts, weight, shift, scale, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    parts, weight, shift, scale,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``norm(x) * (1 + scale) + shift`` of the parts of a row, in float32."""
+    """``norm(x) * (1 + scale) + shift`` of the parts of a row, in float32.
+
+    With EARLY weight and scale are read before the sum of squares, which all warps wait for; no load moves
+    over that barrier by itself.
+    """
     squares = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         squares += parts[part] * parts[part]
-    inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
+    if EARLY:
+        values = _weighted(parts, weight, scale, WIDTH, BLOCK)
+        inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
+    else:
+        inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
+        values = _weighted(parts, weight, scale, WIDTH, BLOCK)
+    shifted = ()  # type: tuple[tl.tensor, ...]
+    for part in tl.static_range(part_count(WIDTH, BLOCK)):
+        shifted += (values[part] * inverse + load_cached(shift, part, WIDTH, BLOCK),)
+    return shifted
+
+
+@triton.jit
+def _weighted(parts, weight, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     values = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         factor = load_cached(weight, part, WIDTH, BLOCK)
         factor += factor * load_cached(scale, part, WIDTH, BLOCK)
-        values += (parts[part] * factor * inverse + load_cached(shift, part, WIDTH, BLOCK),)
+        values += (parts[part] * factor,)
     return values
 
 
@@ -31,7 +49,7 @@ def modulated(
 def norm_modulate_kernel(
     x, weight, table, index, out, scales, static_scale, period,
     SHIFT: tl.constexpr, SCALE: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a row. x, out [rows, WIDTH], weight [WIDTH], table [T, STRIDE], index int64 [period].
 
@@ -39,9 +57,9 @@ def norm_modulate_kernel(
     E4M3, by the row's own amax or by ``static_scale`` (float32 [1]).
     """
     row = tl.program_id(0).to(tl.int64)
-    entry = table_row(table, index, tl.program_id(0) % period, STRIDE)
+    entry = table_row(table, index, tl.program_id(0), period, STRIDE)
     parts = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         parts += (load_once(x + row * WIDTH, part, WIDTH, BLOCK),)
-    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK)
+    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK, EARLY)
     store_row(values, out, scales, static_scale, row, WIDTH, BLOCK)

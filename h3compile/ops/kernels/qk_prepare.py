@@ -3,8 +3,7 @@
 ``statistics_kernel`` reads K and V once: the sum of K, the extrema of K over each key block, the amax of V.
 ``reduce_kernel`` and ``key_scale_kernel`` make scales of them and the mean of K; ``quantize_kernel`` writes
 Q and K, ``quantize_v_kernel`` V. Rows from ``valid`` on are padding: they may hold anything and influence
-nothing; the last valid row is read in their place. Inputs are [rows, heads, D] with row strides; without a
-weight there is no norm, and with TURNED 0 no rotation.
+nothing; the last valid row is read in their place.
 """
 
 from __future__ import annotations
@@ -12,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-D: tl.constexpr = tl.constexpr(128)
+from h3compile.ops.kernels.qk_rows import (
+    D,
+    channels,
+    factors_of,
+    halves_of,
+    tables_of,
+    turned,
+    weights_of,
+)
+
 TILE: tl.constexpr = tl.constexpr(128)
 SMALLEST_AMAX: tl.constexpr = tl.constexpr(1e-3)
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
@@ -28,81 +36,6 @@ def stored_keys(position):
     This is the order in which a thread of a quad holds the columns of a score tile.
     """
     return (position & -16) | ((position >> 1) & 1) * 8 | ((position >> 2) & 3) * 2 | (position & 1)
-
-
-@triton.jit
-def _pair(channel, TURNED: tl.constexpr):
-    """The other channel of the pair that is turned together; itself where nothing is turned."""
-    other = tl.where(channel < TURNED // 2, channel + TURNED // 2, channel - TURNED // 2)
-    return tl.where(channel < TURNED, other, channel)
-
-
-@triton.jit
-def _places(x, row, STRIDE: tl.constexpr, ROWS: tl.constexpr, PAIR: tl.constexpr, TURNED: tl.constexpr):
-    """Where the channels of ``row`` lie, or those of their pairs: two of BF16 in one word."""
-    PACK: tl.constexpr = 2 if x.dtype.element_ty == tl.bfloat16 else 1
-    place = tl.broadcast_to(tl.arange(0, D // PACK)[None, :], (ROWS, D // PACK))
-    if PAIR:
-        place = _pair(place, TURNED // PACK)
-    if PACK == 2:
-        x = x.to(tl.pointer_type(tl.uint32), bitcast=True)
-    return x + row.to(tl.int64)[:, None] * (STRIDE // PACK) + place
-
-
-@triton.jit
-def _wide(values):
-    """In FP32; halves of a word cost a shift and a mask, where 16-bit values take three instructions."""
-    if values.dtype == tl.uint32:
-        low = (values << 16).to(tl.float32, bitcast=True)
-        high = (values & 0xFFFF0000).to(tl.float32, bitcast=True)
-        values = tl.interleave(low, high)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def _weights(weight, row, TURNED: tl.constexpr):
-    """The norm's weight of each channel, and the signed one of the other channel of its pair."""
-    ROWS: tl.constexpr = row.shape[0]
-    channel = tl.broadcast_to(tl.arange(0, D)[None, :], (ROWS, D))
-    own = tl.full((ROWS, D), 1.0, tl.float32)
-    across = own
-    if weight is not None:
-        own = _wide(tl.load(_places(weight, row, 0, ROWS, False, TURNED)))
-        across = _wide(tl.load(_places(weight, row, 0, ROWS, True, TURNED)))
-    return own, tl.where(channel < TURNED // 2, -across, across)
-
-
-@triton.jit
-def _table(table, row, OUTSIDE: tl.constexpr, TURNED: tl.constexpr):
-    ROWS: tl.constexpr = row.shape[0]
-    PACK: tl.constexpr = 2 if table.dtype.element_ty == tl.bfloat16 else 1
-    turns = (tl.arange(0, D // PACK) < TURNED // PACK)[None, :]
-    # What stands for a table outside of it: a word of two ones, or of zeros.
-    other = (0x3F803F80 if PACK == 2 else 1) * OUTSIDE
-    return _wide(tl.load(_places(table, row, TURNED, ROWS, False, TURNED), mask=turns, other=other))
-
-
-@triton.jit
-def _factors(own, across, cos, sin, row, TURNED: tl.constexpr):
-    """What a channel and the other of its pair are multiplied by in ``row``, which is alike for all heads."""
-    if TURNED > 0:
-        own = own * _table(cos, row, 1, TURNED)
-        across = across * _table(sin, row, 0, TURNED)
-    return own, across
-
-
-@triton.jit
-def _turned(x, other, own, across, weight, TURNED: tl.constexpr, EPS: tl.constexpr):
-    """Rows of a head in FP32 before the norm's factor, and this factor."""
-    x = _wide(x)
-    y = x * own
-    if TURNED > 0:
-        y += _wide(other) * across
-    if weight is not None:
-        inverse = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)
-    else:
-        inverse = tl.full((x.shape[0],), 1.0, tl.float32)
-    return y, inverse
 
 
 @triton.jit
@@ -123,87 +56,179 @@ def _eight_bits(y, INT8: tl.constexpr):
 
 
 @triton.jit
+def _head_of(group, member, MEMBERS: tl.constexpr, ROWS: tl.constexpr):
+    """The head of each of ROWS rows, two a warp, as member ``member`` of the group."""
+    return (group * MEMBERS + member) * (ROWS // 2) + tl.arange(0, ROWS) // 2
+
+
+@triton.jit
+def _over_rows(values, KIND: tl.constexpr):
+    """Maximum, minimum or sum over the two rows that a tile has of each head: [WARPS, channels]."""
+    parts = values.reshape(values.shape[0] // 2, 2, values.shape[1])
+    if KIND == "max":
+        result = tl.max(parts, 1)
+    elif KIND == "min":
+        result = tl.min(parts, 1)
+    else:
+        result = tl.sum(parts, 1)
+    return result
+
+
+@triton.jit
+def _store_heads(at, first, second, head, HEADS: tl.constexpr, TURNED: tl.constexpr, KIND: tl.constexpr):
+    """Store what both halves of each head's rows come to at [heads, D]."""
+    WARPS: tl.constexpr = first.shape[0] // 2
+    first_channel, second_channel = channels(WARPS, 1, TURNED)
+    head = tl.max(head.reshape(WARPS, 2), 1)[:, None]
+    at += head * D
+    tl.store(at + first_channel, _over_rows(first, KIND), mask=head < HEADS)
+    tl.store(at + second_channel, _over_rows(second, KIND), mask=head < HEADS)
+
+
+@triton.jit
 def _key_statistics(
-    k, weight, cos, sin, k_sum, k_extrema, head, run, runs, valid,
+    k, weight, cos, sin, k_sum, k_extrema, group, run, runs, valid,
     HEADS: tl.constexpr, STRIDE: tl.constexpr, TURNED: tl.constexpr, EPS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum of K over BLOCKS * BLOCK rows, its extrema over BLOCK rows."""
-    offset = tl.arange(0, STEP)
-    line = tl.arange(0, D)
-    total = tl.zeros((STEP, D), tl.float32)
-    own_weight, across_weight = _weights(weight, offset, TURNED)
-    for block in range(BLOCKS):
-        first = (run * BLOCKS + block) * BLOCK
-        high = tl.full((STEP, D), float("-inf"), tl.float32)
-        low = tl.full((STEP, D), float("inf"), tl.float32)
-        for outer in range(0, BLOCK, STEP * AHEAD):
-            keys = ()  # type: tuple[tl.tensor, ...]
-            pairs = ()  # type: tuple[tl.tensor, ...]
+    PACK: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 1
+    offset = tl.arange(0, ROWS) % 2
+    weight_first, weight_second = weights_of(weight, ROWS, TURNED)
+    heads = ()  # type: tuple[tl.tensor, ...]
+    zeros = ()  # type: tuple[tl.tensor, ...]
+    lowest = ()  # type: tuple[tl.tensor, ...]
+    highest = ()  # type: tuple[tl.tensor, ...]
+    for member in tl.static_range(MEMBERS):
+        heads += (_head_of(group, member, MEMBERS, ROWS),)
+        for _ in tl.static_range(2):
+            zeros += (tl.zeros((ROWS, D // 2), tl.float32),)
+            lowest += (tl.full((ROWS, D // 2), float("-inf"), tl.float32),)
+            highest += (tl.full((ROWS, D // 2), float("inf"), tl.float32),)
+    sums = zeros
+    for block in range(tl.minimum(BLOCKS, tl.cdiv(valid - run * BLOCKS * BLOCK, BLOCK))):
+        first_row = (run * BLOCKS + block) * BLOCK
+        start = first_row + offset
+        high = lowest
+        low = highest
+        for outer in tl.range(0, tl.minimum(BLOCK, valid - first_row), 2 * AHEAD, num_stages=STAGES):
+            keys = ()  # type: tuple[tuple[tl.tensor, ...], ...]
+            tables = ()  # type: tuple[tuple[tl.tensor, ...], ...]
             for ahead in tl.static_range(AHEAD):
-                row = tl.minimum(first + outer + ahead * STEP + offset, valid - 1)
-                keys += (tl.load(_places(k, row, STRIDE, STEP, False, TURNED)),)
-                if TURNED > 0:
-                    pairs += (tl.load(_places(k, row, STRIDE, STEP, True, TURNED)),)
+                row = tl.minimum(start + outer + 2 * ahead, valid - 1)
+                at_first, at_second = halves_of(k, row, ROWS, STRIDE, TURNED)
+                for member in tl.static_range(MEMBERS):
+                    column = tl.minimum(heads[member], HEADS - 1)[:, None] * (D // PACK)
+                    keys += ((tl.load(at_first + column), tl.load(at_second + column)),)
+                tables += (tables_of(cos, sin, row, ROWS, TURNED),)
             for ahead in tl.static_range(AHEAD):
-                index = first + outer + ahead * STEP + offset
-                own, across = _factors(
-                    own_weight, across_weight, cos, sin, tl.minimum(index, valid - 1), TURNED
-                )
-                pair = pairs[ahead] if TURNED > 0 else None
-                y, inverse = _turned(keys[ahead], pair, own, across, weight, TURNED, EPS)
-                if k_sum is not None:
-                    total += y * tl.where(index < valid, inverse, 0.0)[:, None]
-                if k_extrema is not None:
-                    y *= inverse[:, None]
-                    high = tl.maximum(high, y)
-                    low = tl.minimum(low, y)
+                factors = factors_of(weight_first, weight_second, tables[ahead], TURNED)
+                inside = start + outer + 2 * ahead < valid
+                new_sums = ()  # type: tuple[tl.tensor, ...]
+                new_high = ()  # type: tuple[tl.tensor, ...]
+                new_low = ()  # type: tuple[tl.tensor, ...]
+                for member in tl.static_range(MEMBERS):
+                    key = keys[ahead * MEMBERS + member]
+                    first, second, inverse = turned(key, factors, weight, TURNED, EPS)
+                    halves = (first, second)
+                    counted = tl.where(inside, inverse, 0.0)[:, None]
+                    for half in tl.static_range(2):
+                        y = halves[half]
+                        new_sums += (sums[2 * member + half] + y * counted,)
+                        y *= inverse[:, None]
+                        new_high += (tl.maximum(high[2 * member + half], y),)
+                        new_low += (tl.minimum(low[2 * member + half], y),)
+                sums = new_sums
+                high = new_high
+                low = new_low
         if k_extrema is not None:
-            at = k_extrema + ((run * BLOCKS + block).to(tl.int64) * HEADS + head) * D + line
-            tl.store(at, tl.max(high, 0))
-            tl.store(at + runs.to(tl.int64) * BLOCKS * HEADS * D, tl.min(low, 0))
+            at = k_extrema + (run * BLOCKS + block).to(tl.int64) * (HEADS * D)
+            at_low = at + runs.to(tl.int64) * (BLOCKS * HEADS * D)
+            for member in tl.static_range(MEMBERS):
+                head = heads[member]
+                _store_heads(at, high[2 * member], high[2 * member + 1], head, HEADS, TURNED, "max")
+                _store_heads(at_low, low[2 * member], low[2 * member + 1], head, HEADS, TURNED, "min")
     if k_sum is not None:
-        tl.store(k_sum + (run.to(tl.int64) * HEADS + head) * D + line, tl.sum(total, 0))
+        at = k_sum + run.to(tl.int64) * (HEADS * D)
+        for member in tl.static_range(MEMBERS):
+            _store_heads(at, sums[2 * member], sums[2 * member + 1], heads[member], HEADS, TURNED, "sum")
+
+
+@triton.jit
+def _value_statistics(
+    v, v_amax, group, run, valid,
+    HEADS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr,
+    MEMBERS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Amax of V over RUN rows."""
+    PACK: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 1
+    KIND: tl.constexpr = tl.uint32 if PACK == 2 else tl.float32
+    WARPS: tl.constexpr = ROWS // 2
+    start = run * RUN + tl.arange(0, ROWS) % 2
+    if PACK == 2:
+        v = v.to(tl.pointer_type(tl.uint32), bitcast=True)
+    v += tl.arange(0, D // PACK)[None, :]
+    for member in tl.static_range(MEMBERS):
+        head = _head_of(group, member, MEMBERS, ROWS)
+        column = tl.minimum(head, HEADS - 1)[:, None] * (D // PACK)
+        low = tl.zeros((ROWS, D // PACK), KIND)
+        high = low
+        for outer in range(0, tl.minimum(RUN, valid - run * RUN), 2 * AHEAD):
+            values = ()  # type: tuple[tl.tensor, ...]
+            for ahead in tl.static_range(AHEAD):
+                row = tl.minimum(start + outer + 2 * ahead, valid - 1)
+                values += (tl.load(v + row.to(tl.int64)[:, None] * (STRIDE // PACK) + column),)
+            for ahead in tl.static_range(AHEAD):
+                if PACK == 2:
+                    # Magnitudes are ordered as integers are. A shift takes the sign of either half away; the
+                    # lower half is lesser digits of the upper one, and is dropped in the end.
+                    low = tl.maximum(low, values[ahead] << 17)
+                    high = tl.maximum(high, values[ahead] << 1)
+                else:
+                    high = tl.maximum(high, tl.abs(values[ahead].to(tl.float32)))
+        largest = _over_rows(high, "max")
+        if PACK == 2:
+            lower = (_over_rows(low, "max") >> 1).to(tl.float32, bitcast=True)
+            largest = tl.interleave(lower, ((largest >> 1) & 0xFFFF0000).to(tl.float32, bitcast=True))
+        head = tl.max(head.reshape(WARPS, 2), 1)[:, None]
+        at = v_amax + run.to(tl.int64) * (HEADS * D) + head * D + tl.arange(0, D)[None, :]
+        tl.store(at, largest, mask=head < HEADS)
 
 
 @triton.jit
 def statistics_kernel(
     k, v, k_weight, cos, sin, k_sum, k_extrema, v_amax, valid,
     HEADS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, TURNED: tl.constexpr,
-    EPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr,
+    EPS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr, K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Sum of K and amax of V over runs of BLOCKS * BLOCK rows, extrema of K over BLOCK rows.
 
-    k_sum and v_amax FP32 [runs, heads, D]; k_extrema FP32 [2, runs * BLOCKS, heads, D], maxima first.
-    Grid (parts * heads, runs): the even programs take K and the odd ones V, which keeps the memory busy while
-    the others compute; with neither sums nor extrema there is only V.
+    k_sum and v_amax FP32 [runs, heads, D]; k_extrema FP32 [2, runs * BLOCKS, heads, D], maxima first. A
+    warp, one of WARPS, has MEMBERS heads of its own, two rows of each at a time: warps exchange nothing, and
+    the rows of the tables, which are the same for all, come from the L1 cache after the first.
+    Grid (parts * ceil(heads / (MEMBERS * WARPS)), runs): the even programs take K and the odd ones V, which
+    keeps the memory busy while the others compute; with neither sums nor extrema there is only V.
     """
     KEYS: tl.constexpr = k_sum is not None or k_extrema is not None
     run = tl.program_id(1)
-    offset = tl.arange(0, STEP)
     if KEYS:
-        head = tl.program_id(0) // 2
+        group = tl.program_id(0) // 2
         of_keys = tl.program_id(0) % 2 == 0
     else:
-        head = tl.program_id(0)
+        group = tl.program_id(0)
         of_keys = False
     if of_keys:
         _key_statistics(
-            k + head * D, k_weight, cos, sin, k_sum, k_extrema, head, run, tl.num_programs(1), valid,
-            HEADS, K_STRIDE, TURNED, EPS, BLOCKS, BLOCK, STEP, K_AHEAD,
+            k, k_weight, cos, sin, k_sum, k_extrema, group, run, tl.num_programs(1), valid,
+            HEADS, K_STRIDE, TURNED, EPS, BLOCKS, BLOCK, MEMBERS, 2 * WARPS, K_AHEAD, STAGES,
         )  # fmt: skip
     else:
-        largest = tl.zeros((STEP, D), tl.float32)
-        for start in range(0, BLOCKS * BLOCK, STEP * V_AHEAD):
-            values = ()  # type: tuple[tl.tensor, ...]
-            for ahead in tl.static_range(V_AHEAD):
-                row = tl.minimum(run * BLOCKS * BLOCK + start + ahead * STEP + offset, valid - 1)
-                values += (tl.load(_places(v + head * D, row, V_STRIDE, STEP, False, TURNED)),)
-            for ahead in tl.static_range(V_AHEAD):
-                largest = tl.maximum(largest, tl.abs(_wide(values[ahead])))
-        place = (run.to(tl.int64) * HEADS + head) * D + tl.arange(0, D)
-        tl.store(v_amax + place, tl.max(largest, 0))
+        _value_statistics(
+            v, v_amax, group, run, valid,
+            HEADS, V_STRIDE, BLOCKS * BLOCK, MEMBERS, 2 * WARPS, V_AHEAD,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -273,6 +298,26 @@ def _side_by_side(parts):
 
 
 @triton.jit
+def _of_head(at_first, at_second, scales, member, blocks, row, BLOCK: tl.constexpr, GIVEN: tl.constexpr):
+    """Both halves of a head's rows and, if given, their scale."""
+    PACK: tl.constexpr = 2 if at_first.dtype.element_ty == tl.uint32 else 1
+    at = member * (D // PACK)
+    parts = (tl.load(at_first + at), tl.load(at_second + at))  # type: tuple[tl.tensor, ...]
+    if GIVEN:
+        parts += (tl.load(scales + member * blocks + row // BLOCK),)
+    return parts
+
+
+@triton.jit
+def _store_rows(at, first, second, factor, inside, TURNED: tl.constexpr):
+    """Store both halves of rows, times a factor a row, in the eight bits of ``at``."""
+    INT8: tl.constexpr = at.dtype.element_ty == tl.int8
+    first_channel, second_channel = channels(first.shape[0], 1, TURNED)
+    tl.store(at + first_channel, _eight_bits(first * factor[:, None], INT8), mask=inside)
+    tl.store(at + second_channel, _eight_bits(second * factor[:, None], INT8), mask=inside)
+
+
+@triton.jit
 def quantize_kernel(
     x, weight, cos, sin, shift, values, scales, rows, valid,
     STRIDE: tl.constexpr, TURNED: tl.constexpr, EPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -281,68 +326,69 @@ def quantize_kernel(
     """values [heads, rows, D] in eight bits; grid (heads / GROUP, ceil(rows / ROWS)).
 
     BLOCK rows have one of the scales FP32 [heads, ceil(rows / BLOCK)]: they are read if GIVEN, else written,
-    where BLOCK is 1 or ROWS.
+    where BLOCK is 1 or ROWS. What is read of a head is requested AHEAD heads before it is computed.
     """
     tl.static_assert(GIVEN or BLOCK == 1 or BLOCK == ROWS, "a program holds one block, or is given its scale")
-    INT8: tl.constexpr = values.dtype.element_ty == tl.int8
-    LARGEST: tl.constexpr = INT8_MAX if INT8 else E4M3_MAX
-    PACK: tl.constexpr = 2 if x.dtype.element_ty == tl.bfloat16 else 1
-    WRITTEN: tl.constexpr = triton.next_power_of_2(GROUP)
+    HELD: tl.constexpr = not GIVEN and BLOCK > 1
+    LARGEST: tl.constexpr = INT8_MAX if values.dtype.element_ty == tl.int8 else E4M3_MAX
     group = tl.program_id(0) * GROUP
-    channel = tl.arange(0, D)[None, :]
     index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.maximum(tl.minimum(index, valid - 1), 0)
-    x += group * D
-    at = _places(x, row, STRIDE, ROWS, False, TURNED)
-    at_pair = _places(x, row, STRIDE, ROWS, True, TURNED)
-    xs = ()  # type: tuple[tl.tensor, ...]
-    pairs = ()  # type: tuple[tl.tensor, ...]
+    at_first, at_second = halves_of(x + group * D, row, ROWS, STRIDE, TURNED)
+    blocks = tl.cdiv(rows, BLOCK)
+    scales += group.to(tl.int64) * blocks
+    xs = ()  # type: tuple[tuple[tl.tensor, ...], ...]
     for member in tl.static_range(GROUP):
         if member < AHEAD:
-            xs += (tl.load(at + member * (D // PACK)),)
-            if TURNED > 0:
-                pairs += (tl.load(at_pair + member * (D // PACK)),)
-    own, across = _weights(weight, row, TURNED)
-    own, across = _factors(own, across, cos, sin, row, TURNED)
-    blocks = tl.cdiv(rows, BLOCK)
-    inside = index < rows
-    target = values + (group.to(tl.int64) * rows + index)[:, None] * D + channel
-    scales += group.to(tl.int64) * blocks
-    written = ()  # type: tuple[tl.tensor, ...]
+            xs += (_of_head(at_first, at_second, scales, member, blocks, row, BLOCK, GIVEN),)
+    weight_first, weight_second = weights_of(weight, ROWS, TURNED)
+    factors = factors_of(weight_first, weight_second, tables_of(cos, sin, row, ROWS, TURNED), TURNED)
+    first_channel, second_channel = channels(ROWS, 1, TURNED)
+    inside = (index < rows)[:, None]
+    target = values + (group.to(tl.int64) * rows + index)[:, None] * D
+    made = ()  # type: tuple[tl.tensor, ...]
+    held = ()  # type: tuple[tuple[tl.tensor, ...], ...]
     for member in tl.static_range(GROUP):
         if member + AHEAD < GROUP:
-            xs += (tl.load(at + (member + AHEAD) * (D // PACK)),)
-            if TURNED > 0:
-                pairs += (tl.load(at_pair + (member + AHEAD) * (D // PACK)),)
-        pair = pairs[member] if TURNED > 0 else None
-        y, inverse = _turned(xs[member], pair, own, across, weight, TURNED, EPS)
+            xs += (_of_head(at_first, at_second, scales, member + AHEAD, blocks, row, BLOCK, GIVEN),)
+        first, second, inverse = turned(xs[member], factors, weight, TURNED, EPS)
         inverse = tl.where(index < valid, inverse, 0.0)
         if shift is not None:
             # Padding, which becomes the shift, is zeroed below.
-            y = y * inverse[:, None] + tl.load(shift + (group + member) * D + channel)
+            at = shift + (group + member) * D
+            first = first * inverse[:, None] + tl.load(at + first_channel)
+            second = second * inverse[:, None] + tl.load(at + second_channel)
             inverse = tl.where(index < valid, 1.0, 0.0)
         if GIVEN:
-            factor = _reciprocal(tl.load(scales + member * blocks + row // BLOCK))
+            factor = inverse * _reciprocal(xs[member][2])
+            _store_rows(target + member * rows * D, first, second, factor, inside, TURNED)
         else:
-            amax = tl.max(tl.abs(y), 1) * inverse
-            if BLOCK > 1:
-                amax = tl.max(amax, 0)
-            scale = tl.maximum(amax, SMALLEST_AMAX) * (1 / LARGEST)
-            factor = _reciprocal(scale)
-            if BLOCK > 1:
-                tl.store(scales + member * blocks + tl.program_id(1), scale)
+            scale = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1) * inverse
+            scale = tl.maximum(scale, SMALLEST_AMAX) * (1 / LARGEST)
+            made += (scale,)
+            if HELD:
+                held += ((first, second, inverse),)
             else:
-                written += (scale,)
-        y *= (inverse * factor)[:, None]
-        tl.store(target, _eight_bits(y, INT8), mask=inside[:, None])
-        target += rows * D
-    if BLOCK == 1:
-        # At once: this exchange between threads would hold up every head.
-        for _ in tl.static_range(GROUP, WRITTEN):
-            written += (written[0],)
-        members = tl.arange(0, WRITTEN)[None, :]
-        at = scales + members * rows + index[:, None]
-        tl.store(at, _side_by_side(written), mask=inside[:, None] & (members < GROUP))
+                factor = inverse * _reciprocal(scale)
+                _store_rows(target + member * rows * D, first, second, factor, inside, TURNED)
+    if not GIVEN:
+        # Of all heads at once: an exchange between threads for every head would hold each of them up.
+        SIZE: tl.constexpr = triton.next_power_of_2(GROUP)
+        for _ in tl.static_range(GROUP, SIZE):
+            made += (made[0],)
+        members = tl.arange(0, SIZE)
+        side_by_side = _side_by_side(made)
+        if HELD:
+            block_scales = tl.max(side_by_side, 0)
+            tl.store(scales + members * blocks + tl.program_id(1), block_scales, mask=members < GROUP)
+            for member in tl.static_range(GROUP):
+                scale = tl.sum(tl.where(members == member, block_scales, 0.0), 0)
+                first, second, inverse = held[member]
+                factor = inverse * _reciprocal(scale)
+                _store_rows(target + member * rows * D, first, second, factor, inside, TURNED)
+        else:
+            at = scales + members[None, :] * rows + index[:, None]
+            tl.store(at, side_by_side, mask=inside & (members < GROUP)[None, :])
 
 
 @triton.jit

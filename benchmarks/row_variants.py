@@ -1,0 +1,349 @@
+"""Settings of the row kernels below 0.85 of a copy, in one run on a GPU: checked, then timed.
+
+    bash benchmarks/on_device.sh python3 benchmarks/row_variants.py --out DIR
+
+SETTINGS and NORMS hold every setting with the share of a copy that was predicted for it. A run prints last
+the lines to put into ``TUNING`` of h3compile/ops/sage_prepare.py, and the best of every kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from elementwise import EPS, HIDDEN, dequantized, distance, exact_of, normal, packed_index, recorded
+from prepare import (
+    CHECKED,
+    PADDING,
+    Compiled,
+    Report,
+    Variant,
+    compare,
+    compiled,
+    make_inputs,
+    name_of,
+    specs_of,
+    timed,
+)
+
+from h3compile.ops import OPERATORS
+from h3compile.ops.cubin import Kernels
+from h3compile.ops.kernels.compile import ARCHES
+from h3compile.ops.launch import Launch, Spec
+from h3compile.ops.operator import Operand, Operator
+from h3compile.ops.sage_prepare import TUNING, Pass, Tuning
+from h3compile.ops.sage_quantized import Six
+
+HEADS, D, PARTS = 56, 128, 6
+BAR = 0.85
+# How much further from float64 than the reference a result may be.
+ROOM = 1.001
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How the statistics go through K and V: fields of `Tuning`."""
+
+    members: int
+    stages: int
+    k_ahead: int
+    v_ahead: int
+    run: int
+
+
+def applied(tuning: Tuning, kernel: str, change: Walk | Pass) -> Tuning:
+    """``tuning`` with the setting of one kernel."""
+    if isinstance(change, Pass):
+        return replace(tuning, query=change) if kernel == "quantize_q" else replace(tuning, key=change)
+    return replace(
+        tuning,
+        members=change.members,
+        stages=change.stages,
+        k_ahead=change.k_ahead,
+        v_ahead=change.v_ahead,
+        run=change.run,
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of one kernel of `sage_prepare`: what replaces a field of the tuning for ``k_block`` keys."""
+
+    kernel: str  # as `prepare.name_of` names it
+    k_block: int
+    change: Walk | Pass
+    predicted: float
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{name} {value}" for name, value in asdict(self.change).items())
+
+    @property
+    def variant(self) -> Variant:
+        tuning = applied(TUNING[self.k_block], self.kernel, self.change)
+        return Variant(self.label, tuning, k_block=self.k_block)
+
+
+def _statistics(k_block: int, *settings: tuple[int, int, int, int, int, float]) -> Iterator[Setting]:
+    for members, stages, k_ahead, v_ahead, run, predicted in settings:
+        yield Setting("statistics", k_block, Walk(members, stages, k_ahead, v_ahead, run), predicted)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    # members, stages, k_ahead, v_ahead, run -> share predicted
+    *_statistics(
+        128,
+        (2, 3, 1, 4, 256, 0.87),
+        (2, 2, 1, 4, 256, 0.84),
+        (2, 4, 1, 4, 256, 0.87),
+        (2, 1, 1, 4, 256, 0.80),
+        (2, 1, 2, 4, 256, 0.78),
+        (1, 3, 1, 4, 256, 0.82),
+        (1, 1, 1, 4, 256, 0.78),
+        (1, 1, 2, 4, 256, 0.78),
+        (2, 3, 1, 8, 256, 0.87),
+        (2, 3, 1, 4, 128, 0.86),
+        (2, 3, 1, 4, 512, 0.85),
+    ),
+    *_statistics(
+        16,
+        (2, 3, 1, 4, 256, 0.90),
+        (2, 1, 1, 4, 256, 0.90),
+        (2, 1, 2, 4, 256, 0.89),
+        (1, 3, 1, 4, 256, 0.87),
+        (1, 1, 2, 4, 256, 0.88),
+        (2, 3, 1, 8, 256, 0.90),
+        (2, 3, 1, 4, 512, 0.89),
+    ),
+    Setting("quantize_q", 128, Pass(rows=8, warps=4, ahead=2), 0.93),
+    Setting("quantize_q", 128, Pass(rows=8, warps=4, ahead=1), 0.91),
+    Setting("quantize_q", 128, Pass(rows=8, warps=4, ahead=3), 0.92),
+    Setting("quantize_q", 128, Pass(rows=16, warps=8, ahead=2), 0.92),
+    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=2), 0.88),
+    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=1), 0.85),
+    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=3), 0.88),
+    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=2, heads=14), 0.88),
+    Setting("quantize_k", 128, Pass(rows=16, warps=8, ahead=2), 0.87),
+    Setting("quantize_k", 128, Pass(rows=32, warps=8, ahead=1), 0.82),
+    Setting("quantize_k", 16, Pass(rows=16, warps=8, heads=8, ahead=8), 0.85),
+    Setting("quantize_k", 16, Pass(rows=16, warps=8, heads=4, ahead=4), 0.82),
+    Setting("quantize_k", 16, Pass(rows=16, warps=8, heads=7, ahead=7), 0.84),
+    Setting("quantize_k", 16, Pass(rows=16, warps=4, heads=4, ahead=4), 0.84),
+    Setting("quantize_k", 16, Pass(rows=16, warps=4, heads=2, ahead=2), 0.80),
+)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A setting of `norm_modulate.fp8`; shares predicted where all rows gather one table row, and any."""
+
+    warps: int
+    early: bool
+    registers: int | None
+    predicted: tuple[float, float]
+
+    @property
+    def label(self) -> str:
+        limit = f" registers {self.registers}" if self.registers else ""
+        return f"warps {self.warps} early {self.early}{limit}"
+
+
+NORMS = (
+    Norm(4, False, None, (0.89, 0.83)),
+    Norm(2, False, None, (0.93, 0.87)),
+    Norm(2, False, 128, (0.93, 0.87)),
+    Norm(8, False, None, (0.83, 0.80)),
+    Norm(8, True, None, (0.84, 0.81)),
+    Norm(4, True, None, (0.86, 0.81)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the result."""
+
+    kernel: str
+    setting: str
+    predicted: float
+    ms: float
+    share: float
+    right: bool
+    about: str
+
+
+def norm_operands(device: str, rows: int, scattered: bool) -> tuple[Operand, ...]:
+    weight = normal(device, HIDDEN) * 0.1 + 1
+    table = normal(device, PARTS, PARTS * HIDDEN, scale=0.3)
+    return normal(device, 1, rows, HIDDEN), weight, table, packed_index(device, rows, scattered), 0, 1, EPS
+
+
+def norm_spec(spec: Spec, norm: Norm) -> Spec:
+    constants = {**dict(spec.constants), "BLOCK": 256 * norm.warps, "EARLY": norm.early}
+    return replace(spec, constants=tuple(constants.items()), warps=norm.warps, registers=norm.registers)
+
+
+def norm_operator() -> Operator:
+    return next(operator for operator in OPERATORS if operator.name == "norm_modulate.fp8")
+
+
+def copy_rate(rows: int, seconds: float) -> float:
+    """Bytes a second of a copy as large as K and V."""
+    source = torch.randn(2 * rows, HEADS * D, device="cuda").bfloat16()
+    target = torch.empty_like(source)
+    return 4 * source.numel() / timed(lambda: target.copy_(source), seconds) * 1e3
+
+
+class Bench:
+    """Checks and times launches of kernels that are ready."""
+
+    def __init__(self, ready: dict[Spec, Compiled], rows: int, seconds: float) -> None:
+        self.ready = ready
+        self.rows = rows
+        self.seconds = seconds
+        self.rate = copy_rate(rows, seconds)
+        binaries = {spec.key: one.binary for spec, one in ready.items() if one.binary}
+        self.kernels = Kernels(binaries, torch.device("cuda", 0))
+
+    def row(
+        self, kernel: str, setting: str, predicted: float, launch: Launch, bytes: int, right: bool
+    ) -> Row:
+        ms = timed(functools.partial(self.kernels, launch), self.seconds)
+        share = bytes / ms * 1e3 / self.rate
+        row = Row(kernel, setting, predicted, ms, share, right, self.ready[launch.spec].about)
+        mark = "" if right else "  WRONG"
+        print(
+            f"{kernel:28} {setting:52} {ms:6.3f} ms {share:5.2f} ({predicted:4.2f})  {row.about}{mark}",
+            flush=True,
+        )
+        return row
+
+    def failed(self, kernel: str, setting: str, predicted: float, reason: str) -> Row:
+        print(f"{kernel:28} {setting:52} {reason}", flush=True)
+        return Row(kernel, setting, predicted, 0.0, 0.0, False, reason)
+
+    def prepare(self) -> Iterator[Row]:
+        inputs = make_inputs(self.rows, self.rows - PADDING, HEADS, "cuda")
+        few = make_inputs(CHECKED, CHECKED - PADDING, HEADS, "cuda")
+        expected: dict[int, Six] = {}
+        part = self.rows * HEADS * D
+        for setting in SETTINGS:
+            variant, name = setting.variant, f"{setting.kernel} {setting.k_block}"
+            launches: list[Launch] = []
+            inputs.prepare(launches.append, variant)
+            reason = next(
+                (self.ready[x.spec].about for x in launches if self.ready[x.spec].binary is None), ""
+            )
+            if reason:
+                yield self.failed(name, setting.label, setting.predicted, reason)
+                continue
+            for launch in launches:
+                self.kernels(launch)
+            report = Report(setting.label, "")
+            if setting.k_block not in expected:
+                expected[setting.k_block] = few.reference(variant.qk, setting.k_block)
+            compare(few.prepare(self.kernels, variant), expected[setting.k_block], report)
+            (launch,) = (launch for launch in launches if name_of(launch) == setting.kernel)
+            moved = (4 if setting.kernel == "statistics" else 3) * part
+            yield self.row(name, setting.label, setting.predicted, launch, moved, report.right)
+
+    def norms(self) -> Iterator[Row]:
+        operator = norm_operator()
+        provider = next(provider for provider in operator.providers if provider.name == "triton")
+        for number, scattered in enumerate((False, True)):
+            torch.manual_seed(0)
+            name = f"norm_modulate.fp8{', scattered' * scattered}"
+            operands = norm_operands("cuda", self.rows, scattered)
+            few = norm_operands("cuda", CHECKED, scattered)
+            exact = exact_of(operator, list(few))
+            largest = ROOM * distance(dequantized(operator.reference(*few)), exact)
+            launch = recorded(operator, operands)
+            for norm in NORMS:
+                spec = norm_spec(launch.spec, norm)
+                if self.ready[spec].binary is None:
+                    yield self.failed(name, norm.label, norm.predicted[number], self.ready[spec].about)
+                    continue
+
+                def run(launch: Launch, spec: Spec = spec) -> None:
+                    self.kernels(replace(launch, spec=spec))
+
+                error = distance(dequantized(provider.launch(run, "sm_90a", *few)), exact)
+                right = error <= largest
+                changed, moved = replace(launch, spec=spec), operator.cost(*operands).bytes
+                yield self.row(name, norm.label, norm.predicted[number], changed, moved, right)
+
+
+def chosen(rows: list[Row]) -> Iterator[str]:
+    """The fastest right setting of every kernel, as the lines to put into the tables."""
+
+    def best(kernel: str) -> Row | None:
+        return max(
+            (row for row in rows if row.kernel == kernel and row.right),
+            key=lambda row: row.share,
+            default=None,
+        )
+
+    found = {name: best(name) for name in dict.fromkeys(row.kernel for row in rows)}
+    by_label = {(f"{setting.kernel} {setting.k_block}", setting.label): setting for setting in SETTINGS}
+    for k_block, base in TUNING.items():
+        tuning: Tuning = base
+        held = 16 if k_block == 16 else 128
+        for kernel in (f"statistics {held}", "quantize_q 128", f"quantize_k {held}"):
+            row = found.get(kernel)
+            if row is None:
+                continue
+            setting = by_label[kernel, row.setting]
+            tuning = applied(tuning, setting.kernel, setting.change)
+        yield f"    {k_block}: {tuning},"
+    for name, row in found.items():
+        if row is not None:
+            below = "" if row.share >= BAR else f"  BELOW {BAR}"
+            yield f"{name}: {row.share:.2f} with {row.setting}{below}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="folder for row_variants.json")
+    parser.add_argument("--rows", type=int, default=37_760)
+    parser.add_argument("--seconds", type=float, default=0.2, help="for each setting")
+    parser.add_argument("--compile-only", metavar="ARCH", help="such as sm_90a; needs no GPU")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    arch = arguments.compile_only
+    if arch is None:
+        major, minor = torch.cuda.get_device_capability()
+        arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+    specs = specs_of([setting.variant for setting in SETTINGS], arguments.rows, HEADS)
+    norm = recorded(norm_operator(), norm_operands("meta", arguments.rows, False)).spec
+    specs |= {norm_spec(norm, one) for one in NORMS}
+    folder = Path(tempfile.mkdtemp())
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        done = pool.map(functools.partial(compiled, arch=arch, folder=folder), specs)
+        ready = {one.spec: one for one in done}
+    print(f"{arch}: {len(ready)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    if arguments.compile_only is not None:
+        for one in ready.values():
+            print(one.spec.kernel, one.spec.warps, one.about)
+        return
+    bench = Bench(ready, arguments.rows, arguments.seconds)
+    print(f"copy {bench.rate / 1e12:.2f} TB/s; share of it (predicted)", flush=True)
+    rows = [*bench.prepare(), *bench.norms()]
+    print(*chosen(rows), sep="\n", flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    about = {"device": torch.cuda.get_device_name(), "rows": arguments.rows, "copy": bench.rate}
+    text = json.dumps({**about, "settings": [asdict(row) for row in rows]}, indent=1)
+    (arguments.out / "row_variants.json").write_text(text)
+    print(f"whole script {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
