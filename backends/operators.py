@@ -16,13 +16,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from h3compile.engine.artifact import OperatorInfo, VariantInfo
-from h3compile.errors import BuildError
+from h3compile.errors import BuildError, H3CompileError
 from h3compile.ops import OPERATORS
 from h3compile.ops.cubin import Kernels
-from h3compile.ops.launch import Binary, Launch, Spec
+from h3compile.ops.launch import Binary, Launch, Run, Spec
 from h3compile.ops.operator import Operand, Operator, Provider
 
-__all__ = ["Bound", "Times", "bind_operators", "specs_of"]
+__all__ = ["Bound", "Times", "bind_operators", "check_named", "specs_of"]
 
 _ROUNDS = 5
 
@@ -44,6 +44,11 @@ class _Use:
     places: tuple[tuple[Operand, ...], ...]
 
     @property
+    def base(self) -> str:
+        """What a user calls the operator: ``attention`` for all its overloads."""
+        return self.operator.name.partition(".")[0]
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
         """The operands of the first place, which are measured."""
         return self.places[0]
@@ -55,9 +60,15 @@ class _Use:
         return list(dict.fromkeys(spec for specs in found for spec in specs))
 
     def illegal(self, provider: Provider, arch: str) -> str | None:
-        """Why ``provider`` cannot serve one of the places, or None."""
+        """Why ``provider`` cannot serve one of the places on any machine with ``arch``, or None."""
         with _fake_mode(self.operands):
             reasons = [provider.illegal(arch, *operands) for operands in self.places]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def refused(self, provider: Provider, arch: str, *, named: bool) -> str | None:
+        """Why ``provider`` does not serve one of the places, or None."""
+        with _fake_mode(self.operands):
+            reasons = [provider.refused(arch, operands, named=named) for operands in self.places]
         return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -80,8 +91,11 @@ def specs_of(operator: Operator, provider: Provider, arch: str, operands: Sequen
     return list(found)
 
 
-# (operator, static shape, providers) -> milliseconds by provider.
-Times = dict[tuple[str, str, tuple[str, ...]], dict[str, float | None]]
+# Shapes and strides of the tensors among the operands, at the lengths that are measured.
+_Sizes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+# (operator, static shape, sizes, providers) -> milliseconds by provider. The sizes matter: who is the
+# fastest for the few rows of a text need not be for those of a video.
+Times = dict[tuple[str, str, _Sizes, tuple[str, ...]], dict[str, float | None]]
 
 
 def bind_operators(
@@ -104,7 +118,7 @@ def bind_operators(
     infos = []
     for use in _uses(module):
         candidates = {provider.name: provider for provider in _legal(use, arch, named)}
-        key = (use.operator.name, use.variant, tuple(candidates))
+        key = (use.operator.name, use.variant, _sizes(use.operands), tuple(candidates))
         if len(candidates) == 1:
             times[key] = dict.fromkeys(candidates)
         elif key not in times:
@@ -113,13 +127,48 @@ def bind_operators(
             times[key] = _measured(use, list(candidates.values()), variants, arch, device, output)
         found = times[key]
         chosen = min(found, key=lambda name: found[name] or 0.0)
-        infos.append(OperatorInfo(name=use.operator.name, variant=use.variant, provider=chosen, ms=found))
+        package = candidates[chosen].package
+        infos.append(
+            OperatorInfo(
+                name=use.operator.name,
+                variant=use.variant,
+                provider=chosen,
+                ms=found,
+                package=package.pinned if package else "",
+            )
+        )
         specs = use.specs(candidates[chosen], arch)
         _compile(specs, variants, arch, output)
         kept.update((spec.key, None) for spec in specs)
     for loser in variants.keys() - kept.keys():
         (output / variants[loser].file).unlink()
     return Bound(tuple(infos), {winner: variants[winner] for winner in kept})
+
+
+def check_named(module: fx.GraphModule, arch: str, named: Mapping[str, str]) -> set[str]:
+    """Which operators of ``named`` stand in ``module``.
+
+    Raises `BuildError` when the provider that one of them must have cannot serve it on ``arch``. What is
+    installed here does not matter: the engine may be finalized elsewhere.
+    """
+    found = set()
+    for use in _uses(module):
+        wanted = named.get(use.base)
+        if wanted is None:
+            continue
+        found.add(use.base)
+        reasons = {provider.name: use.illegal(provider, arch) for provider in use.operator.providers}
+        if wanted not in reasons or reasons[wanted] is not None:
+            raise _cannot_serve(use, wanted, arch, reasons.get(wanted))
+    return found
+
+
+def _cannot_serve(use: _Use, wanted: str, arch: str, reason: str | None) -> BuildError:
+    return BuildError(
+        f"provider {wanted!r} cannot serve {use.operator.name} on {arch}:"
+        f" {reason or f'it does not implement {use.operator.name}'}",
+        f"leave out --provider {use.base}={wanted}, or name another",
+    )
 
 
 def _compile(specs: Sequence[Spec], variants: dict[str, VariantInfo], arch: str, output: Path) -> None:
@@ -145,18 +194,13 @@ def _uses(module: fx.GraphModule) -> list[_Use]:
 
 
 def _legal(use: _Use, arch: str, named: Mapping[str, str]) -> list[Provider]:
-    base = use.operator.name.partition(".")[0]
-    wanted = named.get(base)
-    reasons = {p.name: use.illegal(p, arch) for p in use.operator.providers}
+    wanted = named.get(use.base)
+    reasons = {p.name: use.refused(p, arch, named=p.name == wanted) for p in use.operator.providers}
     legal = [p for p in use.operator.providers if reasons[p.name] is None]
     if wanted is not None:
         legal = [p for p in legal if p.name == wanted]
         if not legal:
-            reason = reasons.get(wanted, f"it does not implement {use.operator.name}")
-            raise BuildError(
-                f"provider {wanted!r} cannot serve {use.operator.name} on {arch}: {reason}",
-                f"leave out --provider {base}={wanted}, or name another",
-            )
+            raise _cannot_serve(use, wanted, arch, reasons.get(wanted))
     if not legal:
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it has none"
         raise BuildError(
@@ -192,14 +236,22 @@ def _fake_mode(operands: Sequence[Operand]) -> torch._subclasses.fake_tensor.Fak
     return next(operand.fake_mode for operand in operands if isinstance(operand, FakeTensor))
 
 
+def _at_hints(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def _sizes(operands: Sequence[Operand]) -> _Sizes:
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    return tuple((_at_hints(tensor.shape), _at_hints(tensor.stride())) for tensor in tensors)
+
+
 def _real(operand: Operand, device: torch.device) -> Operand:
     """A random operand of the type of a fake one, at the hints of its sizes."""
     if isinstance(operand, torch.SymInt):
         return int(operand.node.hint)
     if not isinstance(operand, FakeTensor):
         return operand
-    shape = [int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in operand.shape]
-    stride = [int(step.node.hint) if isinstance(step, torch.SymInt) else step for step in operand.stride()]
+    shape, stride = _at_hints(operand.shape), _at_hints(operand.stride())
     real = torch.empty_strided(shape, stride, dtype=operand.dtype, device=device)
     if operand.dtype == torch.int8:
         return real.random_(-127, 128)
@@ -216,7 +268,7 @@ def _measured(
     device: torch.device,
     output: Path,
 ) -> dict[str, float | None]:
-    """Milliseconds by provider, medians of runs that take turns; an absent device measures nothing."""
+    """Milliseconds by provider, medians of runs that take turns on ``device``."""
     kernels = Kernels({key: Binary.recorded(info, output) for key, info in variants.items()}, device)
     try:
         with torch.no_grad(), torch.cuda.device(device):
@@ -226,7 +278,7 @@ def _measured(
                 for provider in candidates:
                     start, end = _event(), _event()
                     start.record()
-                    provider.launch(kernels, arch, *operands)
+                    _launch(use, provider, kernels, arch, operands)
                     end.record()
                     end.synchronize()
                     if turn:
@@ -236,6 +288,22 @@ def _measured(
             f"the device has no room to measure {use.operator.name}", "free device memory, or name a provider"
         ) from error
     return {name: round(statistics.median(times), 4) for name, times in samples.items()}
+
+
+def _launch(use: _Use, provider: Provider, run: Run, arch: str, operands: Sequence[Operand]) -> None:
+    try:
+        provider.launch(run, arch, *operands)
+    except (H3CompileError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if provider.package is None:
+            raise
+        # Whatever a package of others raises.
+        told = next(iter(str(error).splitlines()), type(error).__name__)
+        raise BuildError(
+            f"{provider.package.pinned} cannot compute {use.operator.name} on {arch} ({told[:200]})",
+            f"name another provider with --provider {use.base}=NAME",
+        ) from error
 
 
 def _event() -> torch.cuda.Event:

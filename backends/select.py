@@ -62,7 +62,14 @@ class _Inductor:
         largest = {dim.name: dim.largest for dim in dims}
         # It warns of a CUDA toolkit without a GPU: what a machine that only builds looks like.
         with silenced("torch.utils.cpp_extension"):
-            compile_region(module, device=device, output=output, largest=largest, providers=providers)
+            compile_region(
+                module,
+                device=device,
+                output=output,
+                largest=largest,
+                providers=providers,
+                times=self._times,
+            )
 
 
 def select(name: str) -> Backend:

@@ -107,13 +107,14 @@ def attention_errors(cases: dict[str, Triple]) -> dict[str, dict[str, float]]:
     for case, parts in cases.items():
         exact = exact_attention(*parts)
         note("dense, BF16", case, ours.attention(*parts), exact)
-        for qk in ("fp8_e4m3", "int8"):
-            for k_block in (16, 64, 128):
-                for smooth in (True, False):
-                    operands = ours.sage_prepare.separate(*parts, qk, k_block, smooth)
-                    out = ours.sage_attention(*operands, k_block, torch.bfloat16)
-                    mean = "removed" if smooth else "kept"
-                    note(f"sage {qk}, {k_block} keys a scale, mean {mean}", case, out, exact)
+        kinds = [(qk, block) for qk in ("fp8_e4m3", "int8") for block in (16, 64, 128)] + [("fp8_e4m3", 0)]
+        for qk, k_block in kinds:
+            for smooth in (True, False):
+                operands = ours.sage_prepare.separate(*parts, qk, k_block, smooth)
+                out = ours.sage_attention(*operands, k_block, torch.bfloat16)
+                shared = f"{k_block} keys a scale" if k_block else "one scale a tensor"
+                mean = "removed" if smooth else "kept"
+                note(f"sage {qk}, {shared}, mean {mean}", case, out, exact)
         for threshold in (0.05, 1.0, 50.0):
             out, counts = ours.attention.skip(*parts, threshold)
             note(f"skip, threshold {threshold:g}", case, out, exact)

@@ -24,7 +24,7 @@ from h3compile.program.facts import Dim
 from h3compile.program.region import Region
 from h3compile.program.serialize import region_from_json
 from h3compile.progress import Progress, Silent
-from h3compile.targets import Target, find_target, present
+from h3compile.targets import Target, present, recorded_target
 
 __all__ = ["Lowered", "finalize", "lower", "versions"]
 
@@ -67,9 +67,11 @@ def lower(
 
 
 def _providers(folder: Path) -> dict[str, str]:
-    """Who computes each of our operators in the artifact at ``folder``."""
+    """Who computes each of our operators in the artifact at ``folder``, and with what package of others."""
     return {
-        f"{entry.name}[{entry.variant}]" if entry.variant else entry.name: entry.provider
+        f"{entry.name}[{entry.variant}]" if entry.variant else entry.name: (
+            f"{entry.provider} ({entry.package})" if entry.package else entry.provider
+        )
         for entry in read_info(folder).operators
     }
 
@@ -104,7 +106,7 @@ def finalize(path: Path | str, *, again: bool = False, progress: Progress | None
     if not names:
         progress.note("nothing is pending: the engine is complete")
         return engine
-    target = find_target(manifest.target)
+    target = recorded_target(manifest.target, manifest.arch)
     if not present(target):
         raise EngineError(
             f"{path} is for {target.name}, which is not in this machine",

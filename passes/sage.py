@@ -1,4 +1,4 @@
-"""`sage`: quantized attention, one scale a query row and one for every block of keys."""
+"""`sage`: quantized attention, one scale a query row and one for every block of keys, or one a tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import fx
 
 import h3compile.ops  # noqa: F401  registers what the rewrite calls
 from h3compile.errors import BuildError
-from h3compile.ops.sage_prepare import QK_TYPES
+from h3compile.ops.sage_quantized import QK_TYPES
+from h3compile.ops.sage_scales import K_BLOCKS, WHOLE, kernel_block
 from h3compile.passes.rewrites.attention import name_attention
 from h3compile.passes.rewrites.fp8_target import require_fp8
 from h3compile.passes.rewrites.sage import SageOptions, quantize_attention
@@ -28,7 +29,6 @@ __all__ = ["Sage"]
 
 ours = torch.ops.h3compile
 
-_K_BLOCKS = (16, 64, 128)
 _WITHOUT_INT8 = ("sm_103a",)
 
 
@@ -37,7 +37,9 @@ class Sage(Pass):
     """Quantize the operands of every attention of the step; the refiner's, once a request, stays dense.
 
     ``qk`` is ``fp8_e4m3`` or ``int8``, ``k_block`` the keys that share a scale; left out, the target
-    decides. ``smooth`` removes the mean of K first. A sequence shorter than one key block runs dense.
+    decides. ``q_block=0,k_block=0`` gives all queries one scale and all keys another, for ``fp8_e4m3``: what
+    FP8 attention of other libraries takes. ``smooth`` removes the mean of K first. A sequence shorter than
+    one key block (128 keys where they share one scale) runs dense.
     """
 
     qk: str | None = None
@@ -53,13 +55,21 @@ class Sage(Pass):
     def __post_init__(self) -> None:
         if self.qk is not None and self.qk not in QK_TYPES:
             raise ValueError(f"qk is {self.qk!r}, not {' or '.join(QK_TYPES)}")
-        if self.q_block != 1:
+        if self.q_block not in (1, WHOLE):
             raise ValueError(f"q_block is {self.q_block}, and queries have a scale each: 1")
-        if self.k_block is not None and self.k_block not in _K_BLOCKS:
-            raise ValueError(f"k_block is {self.k_block}, not one of {', '.join(map(str, _K_BLOCKS))}")
+        if self.k_block is not None and self.k_block not in (WHOLE, *K_BLOCKS):
+            raise ValueError(
+                f"k_block is {self.k_block}, not one of {', '.join(map(str, K_BLOCKS))}, or 0 with q_block=0"
+            )
+        if (self.q_block == WHOLE) != (self.k_block == WHOLE):
+            raise ValueError("one scale a tensor is for queries and keys: q_block=0,k_block=0")
+        if self.k_block == WHOLE and self.qk not in (None, "fp8_e4m3"):
+            raise ValueError(f"one scale a tensor is for qk=fp8_e4m3, not {self.qk}, which has no exponent")
 
     def options(self, target: Target) -> SageOptions:
         """The options as they are used for ``target``."""
+        if self.k_block == WHOLE:
+            return SageOptions("fp8_e4m3", WHOLE, self.smooth)
         defaults = _defaults(target)
         return SageOptions(self.qk or defaults.qk, self.k_block or defaults.k_block, self.smooth)
 
@@ -110,5 +120,5 @@ def _length(node: fx.Node) -> str:
 
 
 def _with_dense_form(program: Program, base: str, dense: Region, lengths: set[str], k_block: int) -> Program:
-    conditions = [Shorter(length, k_block) for length in sorted(lengths)]
+    conditions = [Shorter(length, kernel_block(k_block)) for length in sorted(lengths)]
     return add_variant(program, base, dense, *conditions)

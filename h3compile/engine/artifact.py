@@ -103,13 +103,15 @@ class VariantInfo(_Info):
 class OperatorInfo(_Info):
     """Who computes an operator of ours for one static shape (``variant``, empty where there is only one).
 
-    ``ms`` has the measured time of every legal provider, or nothing where only one was.
+    ``ms`` has the measured time of every legal provider, or nothing where only one was. ``package`` is what
+    of others the provider calls, with the version that the build had: ``flashinfer-python==0.7.4``.
     """
 
     name: str
     variant: str
     provider: str
     ms: dict[str, float | None]
+    package: str = ""
 
 
 class InputInfo(_Info):

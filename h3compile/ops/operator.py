@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from h3compile.ops.package import Package
+
 __all__ = ["Cost", "Operand", "Operator", "Outputs", "Provider", "define"]
 
 Operand = torch.Tensor | int | float | bool | str | torch.dtype | None
@@ -15,10 +17,19 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs: floating-point operations by operand type, and bytes that must be moved."""
+    """What a call costs: floating-point operations by operand type, bytes that must be moved, bytes sent."""
 
     flop: Mapping[str, int]  # "bfloat16", "float8_e4m3fn", "int8", "float32" -> operations
     bytes: int
+    sent: int = 0  # to other ranks, by each of them
+
+
+def _only(*_: Operand) -> str:
+    return ""
+
+
+def _never(arch: str, *_: Operand) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -26,17 +37,25 @@ class Provider:
     """One implementation of an operator on a GPU.
 
     ``illegal(arch, *operands)`` says why it cannot serve a call on an architecture such as ``sm_90a``, or
-    returns ``None``; it looks at dtypes, static sizes and installed packages only. ``launch(run, arch,
-    *operands)`` computes the outputs.
+    returns ``None``; it looks at dtypes and static sizes only. ``launch(run, arch, *operands)`` computes the
+    outputs, by a ``package`` of others where one is named. ``reserved(arch, *operands)`` says why the user
+    must ask for it by name: it compiles where an engine runs, or rounds more than the reference does.
     """
 
     name: str
     illegal: Callable[..., str | None]
     launch: Callable[..., Outputs]
+    package: Package | None = None
+    reserved: Callable[..., str | None] = _never
 
-
-def _only(*_: Operand) -> str:
-    return ""
+    def refused(self, arch: str, operands: Sequence[Operand], *, named: bool) -> str | None:
+        """Why it does not serve a call here, where the user ``named`` it or did not; or None."""
+        reason = self.illegal(arch, *operands)
+        if reason is None and self.package is not None:
+            reason = self.package.unusable()
+        if reason is None and not named:
+            reason = self.reserved(arch, *operands)
+        return reason
 
 
 @dataclass(frozen=True)

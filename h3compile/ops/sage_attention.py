@@ -19,7 +19,10 @@ from h3compile.ops.numerics import FP8, wide
 from h3compile.ops.online_softmax import K_TILE, Q_TILE, Attended, tiled_attention
 from h3compile.ops.operator import Cost, Operand, Provider, define
 from h3compile.ops.rows import FLOATS, contiguous, unsupported
-from h3compile.ops.sage_prepare import K_BLOCKS, key_order
+from h3compile.ops.sage_cudnn import CUDNN
+from h3compile.ops.sage_flashinfer import FLASHINFER, FLASHINFER_SKIP
+from h3compile.ops.sage_quantized import key_order
+from h3compile.ops.sage_scales import K_BLOCKS, WHOLE, kernel_block, spread
 
 __all__ = ["SAGE_ATTENTION", "SAGE_SKIP_ATTENTION"]
 
@@ -39,7 +42,8 @@ def _tiles(
     heads, rows, width = q.shape
     # Integers and E4M3 products are exact in either dtype; sums of 128 of them nearly so.
     q, k = q.to(kind), k.to(kind)
-    k_rows = k_scale.repeat_interleave(k_block, 1)[:, None, :rows].to(kind)
+    q_scale, k_scale = spread(q_scale, k_scale, heads, rows, k_block)
+    k_rows = k_scale.repeat_interleave(kernel_block(k_block), 1)[:, None, :rows].to(kind)
     q_rows = (q_scale[..., None] * (width**-0.5 * math.log2(math.e))).to(kind)
     order = torch.argsort(key_order(v.device))
     values = v.to(kind).reshape(heads, width, -1, 16)[..., order].flatten(2).mT
@@ -157,7 +161,7 @@ def _illegal(
         return "scales must be float32"
     if dtype not in FLOATS:
         return f"no kernel for {str(dtype).removeprefix('torch.')}"
-    if k_block not in K_BLOCKS:
+    if k_block not in (WHOLE, *K_BLOCKS):
         return f"no kernel for {k_block} keys a scale"
     if q.dtype == torch.int8 and arch == "sm_103a":
         return "its tensor cores multiply no integers"
@@ -181,8 +185,10 @@ def _launched(
     counts: torch.Tensor | None = None,
     threshold: float = 0.0,
 ) -> torch.Tensor:
-    contiguous("sage_attention", arguments)
     heads, rows, _ = arguments["q"].shape
+    q_scale, k_scale = spread(arguments["q_scale"], arguments["k_scale"], heads, rows, k_block)
+    arguments = {**arguments, "q_scale": q_scale, "k_scale": k_scale}
+    contiguous("sage_attention", arguments)
     out = _out(arguments["q"], dtype)
     launch_tiles(
         run,
@@ -191,7 +197,7 @@ def _launched(
         heads,
         rows,
         {**arguments, "out": out, "counts": counts, "rows": rows, "valid": rows if valid is None else valid},
-        {"K_BLOCK": k_block, "THRESHOLD": threshold},
+        {"K_BLOCK": kernel_block(k_block), "THRESHOLD": threshold},
     )
     return out
 
@@ -258,6 +264,8 @@ SAGE_ATTENTION = define(
     cost=_cost,
     providers=(
         Provider("gluon", _illegal_hopper, partial(_launch, True)),
+        FLASHINFER,
+        CUDNN,
         Provider("triton", _illegal, partial(_launch, False)),
     ),
 )
@@ -271,6 +279,7 @@ SAGE_SKIP_ATTENTION = define(
     cost=_cost,
     providers=(
         Provider("gluon", _illegal_hopper, partial(_launch_skip, True)),
+        FLASHINFER_SKIP,
         Provider("triton", _illegal, partial(_launch_skip, False)),
     ),
 )

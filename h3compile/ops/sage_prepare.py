@@ -1,4 +1,7 @@
-"""The quantized operands of SAGE attention: one scale a query row, a key block, a value channel."""
+"""The quantized operands of SAGE attention: one scale a query row, a key block, a value channel.
+
+With `WHOLE` for the key block all queries share one scale and all keys another.
+"""
 
 from __future__ import annotations
 
@@ -8,87 +11,24 @@ from dataclasses import dataclass
 import torch
 
 from h3compile.ops.launch import Run, ceil_div
-from h3compile.ops.numerics import E4M3_MAX, FP8, wide
+from h3compile.ops.numerics import FP8, wide
 from h3compile.ops.online_softmax import K_TILE
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.qk_norm_rope import normed_and_rotated
 from h3compile.ops.rows import Constant, contiguous, launch, unsupported
+from h3compile.ops.sage_quantized import QK_TYPES, Six, key_order, largest_scale, quantized
+from h3compile.ops.sage_scales import K_BLOCKS, WHOLE, kernel_block
 
 __all__ = [
-    "K_BLOCKS",
     "QK_TYPES",
     "SAGE_PREPARE",
     "SAGE_QUANTIZE",
+    "TUNING",
     "Pass",
     "Tuning",
     "key_order",
     "launched",
 ]
-
-# Spelling -> storage and largest magnitude.
-QK_TYPES = {"fp8_e4m3": (FP8, E4M3_MAX), "int8": (torch.int8, 127.0)}
-
-# Keys that may share a scale.
-K_BLOCKS = (16, 64, 128)
-
-# SageAttention's floor: a block of zeros must not give an infinite scale.
-_SMALLEST_AMAX = 1e-3
-
-Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def key_order(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which key of every 16 stands at each position of the stored values.
-
-    Position 4t + 2b + c holds key 8b + 2t + c: the order in which a tensor core leaves 16 columns of
-    scores in a thread's registers is then the order in which it takes 16 probabilities from them.
-    """
-    return torch.arange(16, device=device).reshape(2, 4, 2).permute(1, 0, 2).flatten()
-
-
-def _rounded(x: torch.Tensor, scale: torch.Tensor, qk: str) -> torch.Tensor:
-    dtype, largest = QK_TYPES[qk]
-    scaled = (x / scale).clamp(-largest, largest)
-    return scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
-
-
-def _quantized(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    qk: str,
-    k_block: int,
-    smooth: bool,
-    valid: int | None,
-) -> Six:
-    """From query, key, value [rows, heads, D] in the wide dtype."""
-    rows, heads, width = query.shape
-    count = rows if valid is None else valid
-    inside = (torch.arange(rows, device=query.device) < count)[:, None, None]
-    largest = QK_TYPES[qk][1]
-    if smooth:
-        # Softmax does not see it: it adds the same number to all scores of a query.
-        key = key - key[:count].mean(0)
-    query, key, value = (torch.where(inside, part, 0).transpose(0, 1) for part in (query, key, value))
-    q_scale = query.abs().amax(-1).clamp_min(_SMALLEST_AMAX) / largest
-    blocks = ceil_div(rows, k_block)
-    padded = torch.nn.functional.pad(key, (0, 0, 0, blocks * k_block - rows))
-    k_scale = (
-        padded.view(heads, blocks, k_block, width).abs().amax((2, 3)).clamp_min(_SMALLEST_AMAX) / largest
-    )
-    k_rows = k_scale.repeat_interleave(k_block, 1)[:, :rows, None]
-    v_scale = value.abs().amax(1).clamp_min(_SMALLEST_AMAX) / E4M3_MAX
-    scaled = (value / v_scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
-    scaled = torch.nn.functional.pad(scaled, (0, 0, 0, ceil_div(rows, K_TILE) * K_TILE - rows))
-    ordered = scaled.view(heads, -1, 16, width)[:, :, key_order(query.device)].flatten(1, 2)
-    return (
-        _rounded(query, q_scale[..., None], qk).contiguous(),
-        q_scale.float().contiguous(),
-        _rounded(key, k_rows, qk).contiguous(),
-        k_scale.float().contiguous(),
-        ordered.mT.to(FP8).contiguous(),
-        v_scale.float().contiguous(),
-    )
 
 
 def _reference(
@@ -105,7 +45,7 @@ def _reference(
     valid: int | None = None,
 ) -> Six:
     query, key, value = qkv[0].view(qkv.shape[1], 3, heads, -1).unbind(1)
-    return _quantized(
+    return quantized(
         normed_and_rotated(query, q_weight, cos, sin, eps),
         normed_and_rotated(key, k_weight, cos, sin, eps),
         wide(value),
@@ -126,18 +66,19 @@ def _reference_separate(
     valid: int | None = None,
 ) -> Six:
     parts = [wide(part[0]) for part in (query, key, value)]
-    return _quantized(parts[0], parts[1], parts[2], qk, k_block, smooth, valid)
+    return quantized(parts[0], parts[1], parts[2], qk, k_block, smooth, valid)
 
 
 def _empty(like: torch.Tensor, rows: int, heads: int, width: int, qk: str, k_block: int) -> Six:
     dtype = QK_TYPES[qk][0]
     floats, fp8 = torch.float32, FP8
     padded = ceil_div(rows, K_TILE) * K_TILE
+    whole = k_block == WHOLE
     return (
         like.new_empty((heads, rows, width), dtype=dtype),
-        like.new_empty((heads, rows), dtype=floats),
+        like.new_empty((1, 1) if whole else (heads, rows), dtype=floats),
         like.new_empty((heads, rows, width), dtype=dtype),
-        like.new_empty((heads, ceil_div(rows, k_block)), dtype=floats),
+        like.new_empty((1, 1) if whole else (heads, ceil_div(rows, k_block)), dtype=floats),
         like.new_empty((heads, width, padded), dtype=fp8),
         like.new_empty((heads, width), dtype=floats),
     )
@@ -176,13 +117,13 @@ class Pass:
     """How a kernel that writes Q or K is launched.
 
     A program takes ``rows`` rows of up to ``heads`` heads, which share what it reads of the tables, and
-    requests a head ``ahead`` before it computes it. Two rows a warp: eight channels of one row a thread.
+    requests a head ``ahead`` heads before it computes it. Two rows a warp: eight channels of a row a thread.
     """
 
-    rows: int = 16
+    rows: int = 8
     heads: int = 8
-    ahead: int = 1
-    warps: int = 8
+    ahead: int = 2
+    warps: int = 4
 
     def group(self, heads: int) -> int:
         """The heads of a program where there are ``heads``."""
@@ -193,14 +134,16 @@ class Pass:
 class Tuning:
     """How the kernels are launched; the defaults are for an H200.
 
-    A program sums ``run`` rows, ``step`` at a time, and requests ``k_ahead`` or ``v_ahead`` steps before it
-    computes them. With ``extrema`` the statistics give the scales of key blocks too; without, a program
+    For statistics a warp takes ``members`` heads through ``run`` rows. Of K it computes ``k_ahead`` pairs of
+    rows at a time and copies ``stages`` - 1 times as many to shared memory meanwhile; of V it requests
+    ``v_ahead`` pairs. With ``extrema`` the statistics give the scales of key blocks too; without, a program
     that writes K holds a block of it.
     """
 
     run: int = 256
-    step: int = 8
-    k_ahead: int = 2
+    members: int = 2
+    stages: int = 3
+    k_ahead: int = 1
     v_ahead: int = 4
     warps: int = 4
     query: Pass = Pass()
@@ -210,17 +153,25 @@ class Tuning:
     v_warps: int = 8
 
 
-def _tuning(k_block: int) -> Tuning:
-    return Tuning(extrema=k_block > Pass.rows)
+# By keys a scale: a block of 16 fits in the registers of a program.
+TUNING = {
+    16: Tuning(extrema=False, key=Pass(rows=16, ahead=8, warps=8)),
+    64: Tuning(),
+    128: Tuning(),
+}
 
 
 # Of the small kernels: runs and channels that a program reduces at a time, and key blocks it takes.
 _RUNS, _CHANNELS, _COUNT = 32, 32, 16
 
 
-def _illegal(arch: str, operands: tuple[torch.Tensor | None, ...], width: int, k_block: int) -> str | None:
-    if k_block not in K_BLOCKS:
+def _illegal(
+    arch: str, operands: tuple[torch.Tensor | None, ...], width: int, qk: str, k_block: int
+) -> str | None:
+    if k_block not in (WHOLE, *K_BLOCKS):
         return f"no kernel for {k_block} keys a scale"
+    if k_block == WHOLE and qk != "fp8_e4m3":
+        return f"one scale a tensor is for fp8_e4m3, not {qk}"
     if width != 128:
         return f"heads have {width} channels, and the kernel takes 128"
     return unsupported(arch, operands, fp8=True)
@@ -247,7 +198,7 @@ def _illegal_joint(
         return "rows of the projection must start on 16 bytes"
     if cos is not None and cos.shape[-1] % 4 != 0:
         return f"the kernel turns a multiple of 4 channels, not {cos.shape[-1]}"
-    return _illegal(arch, (qkv, q_weight, k_weight, cos, sin), qkv.shape[2] // (3 * heads), k_block)
+    return _illegal(arch, (qkv, q_weight, k_weight, cos, sin), qkv.shape[2] // (3 * heads), qk, k_block)
 
 
 def _illegal_separate(
@@ -259,7 +210,7 @@ def _illegal_separate(
         return "heads of a row must be contiguous"
     if any(part.stride(1) % 8 != 0 for part in (query, key, value)):
         return "rows must start on 16 bytes"
-    return _illegal(arch, (query, key, value), query.shape[3], k_block)
+    return _illegal(arch, (query, key, value), query.shape[3], qk, k_block)
 
 
 def launched(
@@ -278,17 +229,16 @@ def launched(
     query, key, value = parts
     rows, heads, width = query.shape
     ends = {"rows": rows, "valid": rows if valid is None else valid}
-    out = _empty(query, rows, heads, width, qk, k_block)
-    q8, q_scale, k8, k_scale, v8, v_scale = out
+    block = kernel_block(k_block)
+    q8, q_scale, k8, k_scale, v8, v_scale = _empty(query, rows, heads, width, qk, block)
     tables = {"cos": shared["cos"], "sin": shared["sin"]}
     turned = 0 if shared["cos"] is None else shared["cos"].shape[-1]
     rotation: dict[str, Constant] = {"TURNED": turned, "EPS": eps}
     operands = {"k": key, "v": value, "k_weight": shared["k_weight"], **tables}
-    shift = _statistics(run, operands, k_scale, v_scale, ends["valid"], qk, k_block, smooth, rotation, tuning)
-    for name, x, values, scales, block, how in (
-        ("q", query, q8, q_scale, 1, tuning.query),
-        ("k", key, k8, k_scale, k_block, tuning.key),
-    ):
+    shift = _statistics(run, operands, k_scale, v_scale, ends["valid"], qk, block, smooth, rotation, tuning)
+
+    def quantize(name: str, scales: torch.Tensor, block: int, *, given: bool) -> None:
+        x, values, how = (query, q8, tuning.query) if name == "q" else (key, k8, tuning.key)
         group = how.group(heads)
         launch(
             run,
@@ -309,11 +259,22 @@ def launched(
                 "GROUP": group,
                 "ROWS": how.rows,
                 "BLOCK": block,
-                "GIVEN": name == "k" and tuning.extrema,
+                "GIVEN": given,
                 "AHEAD": how.ahead,
             },
             warps=how.warps,
         )
+
+    quantize("q", q_scale, 1, given=False)
+    if k_block == WHOLE:
+        # The largest scale of a row, or of a block, is that of the tensor: queries are written again by it.
+        q_scale, k_scale = largest_scale(q_scale), largest_scale(k_scale)
+        q_blocks = q_scale.expand(heads, ceil_div(rows, block)).contiguous()
+        k_blocks = k_scale.expand(heads, ceil_div(rows, block)).contiguous()
+        quantize("q", q_blocks, block, given=True)
+        quantize("k", k_blocks, block, given=True)
+    else:
+        quantize("k", k_scale, block, given=tuning.extrema)
     launch(
         run,
         "qk_prepare:quantize_v_kernel",
@@ -322,7 +283,7 @@ def launched(
         {"STRIDE": value.stride(0), "CHANNELS": tuning.v_channels},
         warps=tuning.v_warps,
     )
-    return out
+    return q8, q_scale, k8, k_scale, v8, v_scale
 
 
 def _statistics(
@@ -344,6 +305,7 @@ def _statistics(
     runs = ceil_div(valid, tuning.run)
     block = k_block if tuning.extrema else tuning.run
     blocks = tuning.run // block
+    groups = ceil_div(heads, tuning.members * tuning.warps)
 
     def room(*shape: int) -> torch.Tensor:
         return key.new_empty((*shape, heads, width), dtype=torch.float32)
@@ -354,7 +316,7 @@ def _statistics(
     launch(
         run,
         "qk_prepare:statistics_kernel",
-        (heads if k_sum is None and k_extrema is None else 2 * heads, runs, 1),
+        (groups if k_sum is None and k_extrema is None else 2 * groups, runs, 1),
         {
             **operands,
             "k_sum": k_sum,
@@ -369,7 +331,9 @@ def _statistics(
             **rotation,
             "BLOCKS": blocks,
             "BLOCK": block,
-            "STEP": tuning.step,
+            "MEMBERS": tuning.members,
+            "WARPS": tuning.warps,
+            "STAGES": tuning.stages,
             "K_AHEAD": tuning.k_ahead,
             "V_AHEAD": tuning.v_ahead,
         },
@@ -427,7 +391,8 @@ def _launch(
 ) -> Six:
     query, key, value = qkv[0].view(qkv.shape[1], 3, heads, -1).unbind(1)
     shared = {"q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    return launched(run, (query, key, value), shared, eps, qk, k_block, smooth, valid, _tuning(k_block))
+    tuning = TUNING[kernel_block(k_block)]
+    return launched(run, (query, key, value), shared, eps, qk, k_block, smooth, valid, tuning)
 
 
 def _launch_separate(
@@ -443,7 +408,7 @@ def _launch_separate(
 ) -> Six:
     shared = dict.fromkeys(("q_weight", "k_weight", "cos", "sin"))
     parts = (query[0], key[0], value[0])
-    return launched(run, parts, shared, 0.0, qk, k_block, smooth, valid, _tuning(k_block))
+    return launched(run, parts, shared, 0.0, qk, k_block, smooth, valid, TUNING[kernel_block(k_block)])
 
 
 def _cost(qkv: torch.Tensor, *_: object) -> Cost:
@@ -461,7 +426,7 @@ _RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 # qkv [1, rows, 3*heads*D] and the operands of `qk_norm_rope`; qk is a key of QK_TYPES. Returns
 #   q, k     [heads, rows, D], E4M3 or int8; the mean of k over the valid rows is removed with ``smooth``
-#   q_scale  float32 [heads, rows];   k_scale  float32 [heads, ceil(rows / k_block)]
+#   q_scale  float32 [heads, rows];   k_scale  float32 [heads, ceil(rows / k_block)]; both [1, 1] with WHOLE
 #   v        E4M3 [heads, D, P], P = rows up to a multiple of 128, keys in `key_order`
 #   v_scale  float32 [heads, D].
 # A scale is max(amax, 1e-3) over the largest value of the type. Rows from ``valid`` on count as zero.

@@ -24,7 +24,8 @@ BoundOperator = Callable[..., Outputs]
 def bound_operators(info: ArtifactInfo, folder: Path, device: torch.device) -> dict[str, BoundOperator]:
     """What stands behind every operator name of the launch sequence in ``folder``.
 
-    Raises `EngineError` when an operator or a provider is not known to this version.
+    Raises `EngineError` when an operator or a provider is not known to this version, or what the provider
+    calls is not installed.
     """
     binaries = {key: Binary.recorded(variant, folder) for key, variant in info.variants.items()}
     kernels = Kernels(binaries, device)
@@ -37,6 +38,13 @@ def bound_operators(info: ArtifactInfo, folder: Path, device: torch.device) -> d
             raise EngineError(
                 f"region {folder.name} needs {entry.name} by {entry.provider}, which this version lacks",
                 "run `h3compile finalize --again`, or install the version that built the engine",
+            )
+        package = found[0].package
+        missing = package.unusable() if package else None
+        if missing is not None:
+            raise EngineError(
+                f"region {folder.name} has {entry.name} computed by {entry.provider}, and {missing}",
+                f"install {entry.package}, or run `h3compile finalize --again`",
             )
         providers[entry.name][entry.variant] = found[0]
     arch = kernel_arch(device)

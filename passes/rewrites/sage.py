@@ -32,7 +32,8 @@ _VALUE = Op(
 
 @dataclass(frozen=True)
 class SageOptions:
-    """How operands are quantized: the type of q and k, keys that share a scale, K's mean removed or not."""
+    """How operands are quantized: the type of q and k, keys that share a scale (0: all of them, and all
+    queries one too), K's mean removed or not."""
 
     qk: str
     k_block: int
@@ -67,7 +68,9 @@ def _joint(node: fx.Node) -> tuple[fx.node.Argument, ...] | None:
     third = match(_VALUE, value)  # type: ignore[arg-type]
     if first is None or second is None or third is None:
         return None
-    if first.values["both"] is not second.values["both"] or first.values["qkv"] is not third.values["qkv"]:
+    if first.values["both"] is not second.values["both"]:
+        return None
+    if any(first.values[name] != third.values[name] for name in ("qkv", "heads")):
         return None
     # The third third: what it starts at is twice its width.
     if 3 * third.integer("start") != 2 * third.integer("end"):

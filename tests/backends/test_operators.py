@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 import h3compile.backends.operators as operators
-from h3compile.backends.operators import Bound, bind_operators, specs_of
+from h3compile.backends.operators import Bound, bind_operators, check_named, specs_of
 from h3compile.backends.providers import check_providers
+from h3compile.backends.select import select
 from h3compile.engine.artifact import VariantInfo
 from h3compile.errors import BuildError
 from h3compile.models.h3 import RELEASE_CONFIG
@@ -131,6 +132,42 @@ def test_times_are_used_again(bound, monkeypatch: pytest.MonkeyPatch) -> None:  
     first = bound({}, times=times)
     monkeypatch.setattr(operators, "_measured", None)
     assert bound({}, times=times).operators == first.operators
+
+
+def test_times_of_few_rows_are_not_those_of_many(bound, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    times: operators.Times = {}
+    bound({}, times=times)
+    monkeypatch.setitem(globals(), "DIMS", (Dim("rows", hint=16),))
+    before = set(times)
+    bound({}, times=times)
+    assert {key[0] for key in times.keys() - before} == {info.name for info in bound({}).operators}
+
+
+def test_a_backend_keeps_times_from_region_to_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import h3compile.backends.inductor as inductor
+
+    given: list[object] = []
+    monkeypatch.setattr(inductor, "compile_region", lambda *_, times, **__: given.append(times))
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),)),))
+    port = Port("x", torch.float32, ("rows", 4))
+    region = Region("r", graph, (port,), (), (Port("y", torch.float32, ("rows", 4)),))
+    backend = select("inductor")
+    for _ in range(2):
+        backend.lower(region, DIMS, "cpu", tmp_path, {})
+    assert given == [{}, {}] and given[0] is given[1]
+
+
+def test_named_providers_are_checked_without_a_device() -> None:
+    assert check_named(module(), "sm_90a", {"attention": "gluon", "swiglu": "triton"}) == {"attention"}
+    with pytest.raises(
+        BuildError, match=r"'gluon' cannot serve attention.default on sm_103a: it is written for"
+    ):
+        check_named(module(), "sm_103a", {"attention": "gluon"})
+    with pytest.raises(
+        BuildError, match=r"'triton' cannot serve attention.default on sm_90a: heads have 64 ch"
+    ):
+        check_named(module(64), "sm_90a", {"attention": "triton"})
 
 
 def test_a_named_provider_that_is_not_legal_fails(bound) -> None:  # type: ignore[no-untyped-def]

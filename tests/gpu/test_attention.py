@@ -18,6 +18,7 @@ from h3compile.ops.launch import Binary, Launch, Run
 from h3compile.ops.numerics import FP8
 from h3compile.ops.online_softmax import K_TILE, Q_TILE
 from h3compile.ops.operator import Operand, Outputs
+from h3compile.ops.sage_scales import K_BLOCKS, WHOLE
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,8 @@ LONG = (37_700, 58_758)
 LONGEST = 198_000
 # Heads of the release, of one of eight GPUs, and few enough to be quick.
 ALL, SHARE, FEW = 56, 7, 2
-QK_TYPES, BLOCKS = ("fp8_e4m3", "int8"), (16, 64, 128)
+QK_TYPES = ("fp8_e4m3", "int8")
+KINDS = [(qk, block) for qk in QK_TYPES for block in K_BLOCKS] + [("fp8_e4m3", WHOLE)]
 TESTED = {operator.name: operator for operator in OPERATORS if "attention" in operator.name}
 SAGE = [provider.name for provider in TESTED["sage_attention.default"].providers]
 DENSE = [provider.name for provider in TESTED["attention.default"].providers]
@@ -40,6 +42,8 @@ BOUNDS = {("fp8_e4m3", "normal"): 0.065, ("int8", "normal"): 0.05} | {
 # A probability near a tie may round to the other side, by an eighth of one key's weight. Hopper's tensor
 # cores sum E4M3 products with fewer bits than FP32, which moves more of them, and the sums of values too.
 TIES, FP8_TIES, ROW_TIES = 3e-3, 2e-2, 0.2
+# Other libraries round probabilities of their own, and cuDNN its result to E4M3 on some architectures.
+OTHERS = 6e-2
 # Thresholds of Skip-Softmax: some tiles of `fading` keys, and all but the first.
 SOME, EVERYTHING = 80.0, 1e30
 ROWS_SKIPPING = 4001
@@ -68,8 +72,8 @@ def calls() -> Iterator[Call]:
     """Every kind of call below."""
     for heads in (ALL, SHARE, FEW):
         yield Call("attention.default", heads)
-        for qk in QK_TYPES:
-            for k_block in BLOCKS if heads == ALL else (K_TILE,):
+        for qk, k_block in KINDS:
+            if heads == ALL or k_block in (K_TILE, WHOLE):
                 yield Call("sage_attention.default", heads, qk, k_block)
     for threshold in (0.0, SOME, EVERYTHING):
         yield Call("attention.skip", FEW, threshold=threshold)
@@ -111,8 +115,9 @@ def quantized(parts: Parts, qk: str, k_block: int, valid: int, smooth: bool = Tr
     q, q_scale, k, k_scale, v, v_scale = made
     for values in (q, k):
         values[:, valid:] = torch.nan if values.dtype == FP8 else 127
-    q_scale[:, valid:] = torch.nan
-    k_scale[:, -(-valid // k_block) :] = torch.nan
+    if k_block != WHOLE:
+        q_scale[:, valid:] = torch.nan
+        k_scale[:, -(-valid // k_block) :] = torch.nan
     return q, q_scale, k, k_scale, v, v_scale
 
 
@@ -155,7 +160,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         operands = call.operands(made, K_TILE)
         for provider in TESTED[call.operator].providers:
             # The others are functions of torch.
-            if provider.name in ("gluon", "triton") and provider.illegal(arch, *operands) is None:
+            own = provider.name in ("gluon", "triton") or provider.package is not None
+            if own and provider.refused(arch, operands, named=True) is None:
                 provider.launch(launches.append, arch, *operands)
     specs = list(dict.fromkeys(launch.spec for launch in launches))
     folder = tmp_path_factory.mktemp("cubins")
@@ -174,10 +180,15 @@ def by(run: Run, name: str, call: Call, made: tuple[torch.Tensor, ...], valid: i
     operator: Operator = TESTED[call.operator]
     provider = next(one for one in operator.providers if one.name == name)
     operands = call.operands(made, valid)
-    reason = provider.illegal(architecture(), *operands)
+    reason = provider.refused(architecture(), operands, named=True)
     if reason is not None:
         pytest.skip(reason)
     return provider.launch(run, architecture(), *operands)
+
+
+def ties(name: str, own: float) -> float:
+    """How far SAGE by ``name`` may be from the reference, where ours may be ``own``."""
+    return own if name in ("gluon", "triton") else OTHERS
 
 
 def attended(run: Run, name: str, call: Call, made: tuple[torch.Tensor, ...], valid: int) -> torch.Tensor:
@@ -191,8 +202,7 @@ def reference(call: Call, made: tuple[torch.Tensor, ...], valid: int) -> Outputs
     return TESTED[call.operator].reference(*call.operands(made, valid))
 
 
-@pytest.mark.parametrize("k_block", BLOCKS)
-@pytest.mark.parametrize("qk", QK_TYPES)
+@pytest.mark.parametrize(("qk", "k_block"), KINDS)
 @pytest.mark.parametrize("name", SAGE)
 def test_sage_equals_the_reference_at_odd_lengths(name: str, qk: str, k_block: int, run: Run) -> None:
     call = Call("sage_attention.default", ALL, qk, k_block)
@@ -205,17 +215,18 @@ def test_sage_equals_the_reference_at_odd_lengths(name: str, qk: str, k_block: i
         assert bool((out[:, valid:] == 0).all())
         # With integers the scores of one tile of keys are exact.
         exact_scores = qk == "int8" and valid <= K_TILE
-        assert_equal_but_for_ties(out[:, :valid], expected[:, :valid], TIES if exact_scores else FP8_TIES)
+        bound = ties(name, TIES if exact_scores else FP8_TIES)
+        assert_equal_but_for_ties(out[:, :valid], expected[:, :valid], bound)
 
 
-@pytest.mark.parametrize("qk", QK_TYPES)
+@pytest.mark.parametrize(("qk", "k_block"), [kind for kind in KINDS if kind[1] in (K_TILE, WHOLE)])
 @pytest.mark.parametrize("name", SAGE)
-def test_sage_equals_the_reference_over_many_tiles(name: str, qk: str, run: Run) -> None:
-    call, rows = Call("sage_attention.default", SHARE, qk), 2_500
-    made = quantized(normal(rows, SHARE, "outlying"), qk, K_TILE, rows)
+def test_sage_equals_the_reference_over_many_tiles(name: str, qk: str, k_block: int, run: Run) -> None:
+    call, rows = Call("sage_attention.default", SHARE, qk, k_block), 2_500
+    made = quantized(normal(rows, SHARE, "outlying"), qk, k_block, rows)
     expected = reference(call, made, rows)
     assert isinstance(expected, torch.Tensor)
-    assert_equal_but_for_ties(attended(run, name, call, made, rows), expected, FP8_TIES)
+    assert_equal_but_for_ties(attended(run, name, call, made, rows), expected, ties(name, FP8_TIES))
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -236,20 +247,20 @@ def test_long_documents(valid: int, heads: int, run: Run) -> None:
     parts = normal(valid + 60, heads)
     queries = torch.cat([torch.arange(3), torch.randint(valid, (90,)), torch.arange(valid - 3, valid)]).cuda()
     truth = exact(parts, queries, valid)
-    for qk in QK_TYPES:
-        call, results = Call("sage_attention.default", heads, qk), []
-        made = quantized(parts, qk, K_TILE, valid)
+    for qk, k_block in (("fp8_e4m3", K_TILE), ("int8", K_TILE), ("fp8_e4m3", WHOLE)):
+        call, results = Call("sage_attention.default", heads, qk, k_block), {}
+        made = quantized(parts, qk, k_block, valid)
         for provider in TESTED[call.operator].providers:
-            if provider.illegal(architecture(), *call.operands(made, valid)) is None:
+            if provider.refused(architecture(), call.operands(made, valid), named=True) is None:
                 out = attended(run, provider.name, call, made, valid)
                 assert bool((out[:, valid:] == 0).all())
                 assert bool(out.isfinite().all())
                 error = apart(out[0, queries], truth)
-                print(f"{valid} rows, {qk}, {provider.name}: {error:.4f} from float64")
+                print(f"{valid} rows, {qk}, {k_block}, {provider.name}: {error:.4f} from float64")
                 assert error < BOUNDS[qk, "normal"]
-                results.append(out)
-        for out in results[1:]:
-            assert apart(out, results[0]) < FP8_TIES
+                results[provider.name] = out
+        for name, out in results.items():
+            assert apart(out, results["triton"]) < ties(name, FP8_TIES)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -282,7 +293,7 @@ def test_errors_with_and_without_the_mean_of_keys(name: str, qk: str, run: Run) 
 
 
 SKIPPING = [("attention.skip", "triton", "")] + [
-    ("sage_attention.skip", name, qk) for name in SAGE for qk in QK_TYPES
+    ("sage_attention.skip", name, qk) for name in ("gluon", "triton") for qk in QK_TYPES
 ]
 
 

@@ -11,6 +11,8 @@ import torch
 from h3compile.ops.launch import Binary, Launch, Run
 from h3compile.ops.operator import Outputs
 from h3compile.ops.sage_prepare import SAGE_PREPARE, SAGE_QUANTIZE
+from h3compile.ops.sage_quantized import QK_TYPES
+from h3compile.ops.sage_scales import K_BLOCKS, WHOLE
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +22,10 @@ D, TURNED, EPS = 128, 96, 1e-5
 TIES = 4e-3
 # Rows and heads: a 124-frame clip on one GPU, a longer one on one of eight.
 SIZES = pytest.mark.parametrize(("rows", "heads"), [(37_700, 56), (58_758, 7)])
-QK = pytest.mark.parametrize("qk", ["fp8_e4m3", "int8"])
-BLOCKS = pytest.mark.parametrize("k_block", [16, 64, 128])
+QK = pytest.mark.parametrize("qk", QK_TYPES)
+KINDS = pytest.mark.parametrize(
+    ("qk", "k_block"), [(qk, block) for qk in QK_TYPES for block in K_BLOCKS] + [("fp8_e4m3", WHOLE)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +92,7 @@ def assert_same(got: Outputs, expected: Outputs) -> None:
 
 
 @SIZES
-@QK
-@BLOCKS
+@KINDS
 def test_from_the_projection(rows: int, heads: int, qk: str, k_block: int, run: Run) -> None:
     qkv = projection(rows, heads)
     valid = rows - 37

@@ -157,6 +157,33 @@ def test_qkv_may_be_a_view_with_longer_rows(interpreted: Launched) -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("rows", "valid"), [(1, None), (17, 16), (129, None), (270, 200)])
+def test_one_scale_a_tensor(rows: int, valid: int | None, interpreted: Launched, reference: Launched) -> None:
+    qkv, *others = joint(rows, 3)
+    assert qkv is not None
+    inside = qkv[:, :valid].clone()
+    qkv[:, valid or rows :] = torch.nan
+    call = ("sage_prepare.default", qkv, *others, 3, EPS, "fp8_e4m3", 0, True, valid)
+    q, q_scale, k, k_scale, _, v_scale = got = interpreted(*call)
+    assert_same(got, reference(*call), TIES)
+    assert q_scale.shape == k_scale.shape == (1, 1)
+    assert float(q.float().abs().max()) == LARGEST["fp8_e4m3"]
+    # One key is its own mean.
+    assert float(k.float().abs().max()) == (0 if rows == 1 else LARGEST["fp8_e4m3"])
+    # The largest scale of a row, or of a block, is that of the tensor; values have theirs as ever.
+    tables = [others[0], others[1], *(table[:valid] for table in others[2:] if table is not None)]
+    finer = reference("sage_prepare.default", inside, *tables, 3, EPS, "fp8_e4m3", 16, True)
+    for scale, parts in ((q_scale, finer[1]), (k_scale, finer[3])):
+        torch.testing.assert_close(scale.view(()), parts.amax(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(v_scale, finer[5], rtol=1e-6, atol=0)
+
+
+def test_one_scale_a_tensor_of_operands_that_are_normed(interpreted: Launched, reference: Launched) -> None:
+    for smooth in (True, False):
+        call = ("sage_prepare.separate", *separate(140, 3), "fp8_e4m3", 0, smooth, 130)
+        assert_same(interpreted(*call), reference(*call), SEPARATE_TIES)
+
+
 @QK
 @BLOCKS
 def test_a_scale_uses_the_whole_range(qk: str, k_block: int, interpreted: Launched) -> None:
@@ -190,6 +217,7 @@ def test_what_is_not_legal(operator_named: Callable[[str], Operator]) -> None:
 
     assert reason(qkv.expand(2, -1, -1), *others) == "it takes one document, not a batch"
     assert reason(qkv, *others, k_block=32) == "no kernel for 32 keys a scale"
+    assert reason(qkv, *others, k_block=0) == "one scale a tensor is for fp8_e4m3, not int8"
     assert reason(qkv, *others, heads=4) == "heads have 64 channels, and the kernel takes 128"
     assert reason(*joint(8, 2, turned=90)) == "the kernel turns a multiple of 4 channels, not 90"
     shifted = torch.empty(1, 8, 3 * 2 * D + 2, dtype=torch.bfloat16)[..., : 3 * 2 * D]

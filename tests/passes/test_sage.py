@@ -30,7 +30,11 @@ def targets(program: Program, region: str) -> list[object]:
     return [node.target for node in program.regions[region].graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("item", [Sage(qk="fp8_e4m3", k_block=16), Sage(k_block=16)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    "item",
+    [Sage(qk="fp8_e4m3", k_block=16), Sage(k_block=16), Sage(q_block=0, k_block=0)],
+    ids=["fp8", "int8", "one scale a tensor"],
+)
 def test_lossy_within_its_bound_and_counted(case: Case, item: Sage) -> None:
     found = check_pass(item, case, after=BEFORE, bound=BOUND)
     assert found.run.matches == {"attention": 4}
@@ -56,6 +60,14 @@ def test_a_short_sequence_stays_dense(case: Case) -> None:
     assert program.variants == {"block": (Variant("block.dense", Shorter("rows", 64)),)}
     dense = targets(program, "block.dense")
     assert ours.attention.default in dense and ours.sage_attention.default not in dense
+
+
+def test_one_scale_a_tensor_is_e4m3_on_every_target(case: Case) -> None:
+    for target in ("h200", "b300", "cpu"):
+        program, _ = Manager((*BEFORE, Sage(q_block=0, k_block=0))).run(case.program, find_target(target))
+        (node,) = (n for n in program.regions["block"].graph.nodes if n.target is ours.sage_prepare.default)
+        assert node.args[7:] == ("fp8_e4m3", 0, True)
+        assert program.variants == {"block": (Variant("block.dense", Shorter("rows", 128)),)}
 
 
 def test_without_fuse_from_separate_operands(case: Case) -> None:
@@ -86,7 +98,13 @@ def test_the_target_decides_what_is_left_out(case: Case, target: str, arguments:
     [
         ("sage(qk=fp4)", "sage: qk is 'fp4', not fp8_e4m3 or int8"),
         ("sage(q_block=16)", "sage: q_block is 16, and queries have a scale each: 1"),
-        ("sage(k_block=48)", "sage: k_block is 48, not one of 16, 64, 128"),
+        ("sage(k_block=48)", "sage: k_block is 48, not one of 16, 64, 128, or 0 with q_block=0"),
+        ("sage(k_block=0)", "sage: one scale a tensor is for queries and keys: q_block=0,k_block=0"),
+        ("sage(q_block=0)", "sage: one scale a tensor is for queries and keys: q_block=0,k_block=0"),
+        (
+            "sage(qk=int8,q_block=0,k_block=0)",
+            "sage: one scale a tensor is for qk=fp8_e4m3, not int8, which has no exponent",
+        ),
         ("sage(smoth=true)", "sage has no option 'smoth'"),
     ],
 )
@@ -98,8 +116,11 @@ def test_bad_options(typed: str, message: str) -> None:
 def test_spelled_and_read_back() -> None:
     item = Sage(qk="int8", k_block=64, smooth=False)
     assert item.spelled() == "sage(qk=int8,k_block=64,smooth=false)"
-    passes, _ = resolve(item.spelled(), Registry.default())
-    assert item in passes
+    whole = Sage(q_block=0, k_block=0)
+    assert whole.spelled() == "sage(q_block=0,k_block=0)"
+    for one in (item, whole):
+        passes, _ = resolve(one.spelled(), Registry.default())
+        assert one in passes
 
 
 def test_a_target_without_fp8_is_refused(case: Case) -> None:
