@@ -97,6 +97,8 @@ def _device(asked: torch.device | str | None) -> torch.device:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise H3CompileError(f"{asked!r} is not a device", "name one such as 'cpu' or 'cuda:0'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise H3CompileError(f"{device} cannot run the transformer", "name one such as 'cpu' or 'cuda:0'")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise H3CompileError(f"{device} is not there, of {count} CUDA devices", "name another device")

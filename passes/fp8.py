@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import fx
 
 import h3compile.ops  # noqa: F401  registers what the rewrite calls
-from h3compile.errors import BuildError
+from h3compile.errors import BuildError, nearest
 from h3compile.passes.rewrites.fp8_linear import Quantized, quantize_linear
 from h3compile.passes.rewrites.fp8_target import require_fp8
 from h3compile.pipeline.base import Match, Pass, Rewrite, Tier
@@ -47,10 +48,15 @@ class Fp8Linears(Pass):
     requires: ClassVar[tuple[str, ...]] = ("outline",)
     after: ClassVar[tuple[str, ...]] = ("fold-schedule", "fuse", "hoist")
 
+    @cached_property
+    def _calibrated(self) -> Calibration | None:
+        """What the file holds, read once: what is checked is what is applied."""
+        return None if self.calibration is None else read_calibration(Path(self.calibration))
+
     def check(self, partitions: Sequence[str]) -> None:
-        if self.calibration is None:
+        if self._calibrated is None:
             return
-        found = read_calibration(Path(self.calibration)).partition
+        found = self._calibrated.partition
         if len(partitions) > 1 or (found is not None and found != partitions[0]):
             raise BuildError(
                 f"{self.calibration} holds the scales of {found or 'one partition'}, and"
@@ -60,40 +66,60 @@ class Fp8Linears(Pass):
 
     def apply(self, program: Program, target: Target) -> Rewrite:
         require_fp8(target, self.name)
-        calibration = None if self.calibration is None else read_calibration(Path(self.calibration))
-        kept = (*program.facts.unquantized, *self.keep)
+        calibration = self._calibrated
         stages = execution_stages(program)
         matches: list[Match] = []
         weights = dict(program.weights)
         regions = dict(program.regions)
         calls = {call.name: call for call in program.calls}
+        used: set[str] = set()
         for name, region in program.regions.items():
             bound = program.calls_of(program.base_of(name))
             if stages[bound[0].name] is Stage.SCHEDULE:
                 continue  # cold: evaluated once for each timestep
             edit = Editor(region)
-            found = [
-                quantize_linear(edit, node, static=calibration is not None)
-                for node in edit.nodes()
-                if _quantizable(edit, node, _paths(region, bound[0]), kept)
-            ]
+            tables = [_paths(region, call) for call in bound]
+            found = []
+            for node in edit.nodes():
+                paths = _quantizable(edit, node, tables, program.facts.unquantized)
+                keeping = self._keeping(paths)
+                used |= keeping
+                if paths and not keeping:
+                    found.append(quantize_linear(edit, node, static=calibration is not None))
             if not found:
                 continue
             regions[name] = edit.finish()
             for call in program.calls_of(name):
                 calls[call.name] = _rebound(call, region, regions[name], found, weights, calibration)
                 matches += _matches(call, region, found, program.weights)
-        self._check_kept(program)
+        self._check_kept(program, used)
         if calibration is not None:
             _check_calibrated(calibration, program)
         rewritten = program.evolve(regions=regions, calls=tuple(calls.values()), weights=weights)
         return Rewrite(rewritten, tuple(matches))
 
-    def _check_kept(self, program: Program) -> None:
+    def _keeping(self, paths: Sequence[str]) -> set[str]:
+        """The names in ``keep`` for a linear whose weight has these ``paths``, one a call of its region."""
+        keeping = set()
         for module in self.keep:
-            if not any(_within(name, module) for name in program.weights):
+            inside = [_within(path, module) for path in paths]
+            if any(inside) and not all(inside):
                 raise BuildError(
-                    f"fp8 keeps {module!r}, and no weight lies in such a module", "mend its name"
+                    f"fp8 keeps {module!r}, one of {len(paths)} blocks that are one region",
+                    "name a module of every block",
+                )
+            if any(inside):
+                keeping.add(module)
+        return keeping
+
+    def _check_kept(self, program: Program, used: Collection[str]) -> None:
+        """Raise `BuildError` for a name in ``keep`` that keeps nothing: a typing error must not quantize."""
+        for module in self.keep:
+            if module not in used:
+                modules = {step for name in program.weights for step in name.split(".")[:-1]}
+                raise BuildError(
+                    f"fp8 keeps {module!r}, and would quantize no linear in such a module",
+                    nearest(module, modules - {module}),
                 )
 
     def expects(self, facts: ModelFacts) -> Mapping[str, int]:
@@ -115,13 +141,17 @@ def _paths(region: Region, call: Call) -> dict[str, str]:
     return dict(zip((port.name for port in region.weights), call.weights, strict=True))
 
 
-def _quantizable(edit: Editor, node: fx.Node, paths: Mapping[str, str], kept: tuple[str, ...]) -> bool:
+def _quantizable(
+    edit: Editor, node: fx.Node, tables: Sequence[Mapping[str, str]], kept: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The paths of the weight of ``node``, in the ``tables`` of the calls; none where it is not quantized."""
     if node.target is not aten.linear.default:
-        return False
+        return ()
     port = edit.weight_of(node.args[1])
     if port is None or len(node.all_input_nodes[1].users) != 1:
-        return False
-    return not any(_within(paths[port.name], module) for module in kept)
+        return ()
+    paths = tuple(table[port.name] for table in tables)
+    return () if any(_within(path, module) for path in paths for module in kept) else paths
 
 
 def _within(path: str, module: str) -> bool:

@@ -63,13 +63,22 @@ class Skip(Pass):
             raise ValueError("threshold and sparsity exclude each other")
         if self.fit and len(self.fit) != 2:
             raise ValueError(f"fit has {len(self.fit)} numbers, not the two of a * exp(b * sparsity)")
+        if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
+            raise ValueError(f"sparsity is {self.sparsity}, and a share of tiles lies from 0 to below 1")
+        if self.fit and not _positive(self.resolved_threshold):
+            raise ValueError(
+                f"fit and sparsity give a threshold of {self.resolved_threshold}, no positive number"
+            )
 
     @property
     def resolved_threshold(self) -> float:
         """The threshold that is used: lambda times the number of keys."""
         if self.sparsity is not None:
             scale, rate = self.fit
-            return scale * math.exp(rate * self.sparsity)
+            try:
+                return scale * math.exp(rate * self.sparsity)
+            except OverflowError:
+                return math.inf
         return _THRESHOLD if self.threshold is None else self.threshold
 
     def apply(self, program: Program, target: Target) -> Rewrite:
@@ -105,6 +114,10 @@ class Skip(Pass):
 
 # The published setting for H3 with Skip-Softmax.
 _THRESHOLD = 0.05
+
+
+def _positive(number: float) -> bool:
+    return number > 0.0 and math.isfinite(number)
 
 
 def _skipping(region: Region, threshold: float, name: str) -> tuple[Region, list[fx.Node]]:

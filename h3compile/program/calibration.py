@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,19 +48,23 @@ def read_calibration(path: Path) -> Calibration:
         record = json.loads(path.read_bytes())
     except OSError as error:
         raise BuildError(f"no calibration at {path}", _MAKE_ONE) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BuildError(f"{path} is no calibration ({error})", _MAKE_ONE) from error
-    amax = record.get("amax") if isinstance(record, dict) and record.get("format") == FORMAT else None
-    if not isinstance(amax, dict) or not all(_positive(value) for value in amax.values()):
+    of_format = isinstance(record, dict) and record.get("format") == FORMAT
+    amax, partition = (record.get("amax"), record.get("partition")) if of_format else (None, None)
+    if not isinstance(amax, dict) or not isinstance(partition, str | None):
         raise BuildError(f"{path} is no calibration of format {FORMAT}", _MAKE_ONE)
-    partition = record.get("partition")
-    if not isinstance(partition, str | None):
-        raise BuildError(f"{path} is no calibration of format {FORMAT}", _MAKE_ONE)
+    for name, value in amax.items():
+        if not _usable(value):
+            raise BuildError(f"{path} is no calibration, with {value!r:.40} for {name}", _MAKE_ONE)
     return Calibration({name: float(value) for name, value in amax.items()}, partition)
 
 
 def write_calibration(path: Path, calibration: Calibration, **about: str) -> None:
-    """Write ``calibration`` to ``path``, whole or not at all; ``about`` says what it was made from."""
+    """Write ``calibration`` to ``path``, whole or not at all; ``about`` says what it was made from.
+
+    Raises `BuildError` where there is no room or no permission.
+    """
     record: dict[str, object] = {"format": FORMAT, **about}
     if calibration.partition is not None:
         record["partition"] = calibration.partition
@@ -70,11 +73,15 @@ def write_calibration(path: Path, calibration: Calibration, **about: str) -> Non
     try:
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(path)
+    except OSError as error:
+        raise BuildError(f"cannot write {path} ({error.strerror})", "choose another place") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
-    )
+# Of such an amax neither the scale nor its reciprocal leaves float32.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+def _usable(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and _SMALLEST <= value <= _LARGEST

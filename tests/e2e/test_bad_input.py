@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import h3compile
 from h3compile.cli.main import application
 from h3compile.errors import EngineError, H3CompileError
+from h3compile.program.calibration import Calibration, write_calibration
 from h3compile.runtime.module import CompiledTransformer
 from h3compile.targets import find_target, present
 
@@ -147,6 +148,63 @@ def test_no_such_model(out: Path, tmp_path: Path) -> None:
 def test_an_unknown_name(arguments: tuple[str, ...], words: str, checkpoints: Checkpoints, out: Path) -> None:
     done = command("build", "--model", checkpoints(BF16), *arguments, "-o", out / "x.h3e")
     assert_one_line(done, words)
+    assert_empty(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--target", "cpu", "--provider", "attention=cudnn"), "cpu with the backend inductor takes no prov"),
+        (("--target", "b300", "--backend", "eager", "--provider", "attention=cudnn"), "the backend eager"),
+        (("--target", "b300", "--provider", "attention=cuddn"), "attention has no provider 'cuddn'"),
+        (("--target", "b300", "--provider", "attention=gluon"), "'gluon' cannot serve attention.default on"),
+        (
+            ("--target", "b300", "--provider", "sage_attention=triton"),
+            "'triton' of sage_attention has nothing",
+        ),
+        (
+            ("--target", "b300", "--passes", "sage(qk=int8)"),
+            "b300 (sm_103a) multiply no integers: build with",
+        ),
+        (("--target", "cpu", "--passes", "skip(threshold=nan)"), "skip: threshold is nan, and must be"),
+        (("--target", "cpu", "--passes", "skip(sparsity=0.5,fit=1+5000)"), "give a threshold of inf"),
+    ],
+)
+def test_a_fast_form_that_cannot_be(
+    arguments: tuple[str, ...], words: str, checkpoints: Checkpoints, out: Path
+) -> None:
+    assert_one_line(command("build", "--model", checkpoints(BF16), *arguments, "-o", out / "x.h3e"), words)
+    assert_empty(out)
+
+
+@pytest.mark.parametrize(
+    ("amax", "partition", "words"),
+    [
+        (None, None, "is no calibration ("),
+        ({"blocks.0.to_q.weight": 1.0}, "transformer", "the calibration has nothing for "),
+        ({"blocks.0.to_q.weight": 1.0}, "transformer_ref", "holds the scales of transformer_ref, and transf"),
+        (
+            {"blocks.0.to_q.weight": 0.0},
+            "transformer",
+            "is no calibration, with 0.0 for blocks.0.to_q.weight",
+        ),
+    ],
+    ids=["truncated", "another model", "another partition", "a scale of zero"],
+)
+def test_a_calibration_that_does_not_fit(
+    amax: dict[str, float] | None,
+    partition: str | None,
+    words: str,
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    out: Path,
+) -> None:
+    path = tmp_path / "calibration.json"
+    write_calibration(path, Calibration(amax or {}, partition))
+    if amax is None:
+        path.write_bytes(path.read_bytes()[:-20])
+    options = ("--target", "cpu", "--passes", f"fp8(calibration={path})", "-o", out / "x.h3e")
+    assert_one_line(command("build", "--model", checkpoints(BF16), *options), words)
     assert_empty(out)
 
 

@@ -220,6 +220,7 @@ def test_without_modelopt_the_extra_is_named(tiny: Path, monkeypatch: pytest.Mon
         ),
         ([REQUEST], {"device": "gpu"}, "'gpu' is not a device"),
         ([REQUEST], {"device": "cuda:99"}, "cuda:99 is not there"),
+        ([REQUEST], {"device": "meta"}, "meta cannot run the transformer: name one such as"),
     ],
 )
 def test_what_cannot_be_calibrated(

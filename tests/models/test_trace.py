@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,26 +159,30 @@ def test_another_diffusers_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_the_release_at_full_size() -> None:
+def test_the_release_at_full_size(peak_memory: str) -> None:
     """Fifty blocks, 66 GB of weights: traced and rewritten in seconds, in the memory of the libraries."""
     from h3compile.pipeline.manager import Manager
     from h3compile.pipeline.registry import Registry
     from h3compile.pipeline.spelling import resolve
     from h3compile.targets import find_target
 
+    memory: dict[str, Any] = {}
+    exec(peak_memory, memory)
+    # Of this test alone, whatever ran before it in this process.
+    before = memory["peak"](reset=True)
     start = time.perf_counter()
     program = trace(RELEASE_CONFIG)
     spent = time.perf_counter() - start
     nodes = len(program.regions["main"].graph.nodes)
     passes, _ = resolve("", Registry.default())
     after, runs = Manager(passes).run(program, find_target("cpu"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"\ntrace {spent:.1f} s, {nodes} nodes, peak {peak:.2f} GiB")
+    grown = (memory["peak"]() - before) / 2**20
+    print(f"\ntrace {spent:.1f} s, {nodes} nodes, peak {grown:.2f} GiB more than before")
     for run in runs:
         counts = f"{run.ops_before.total()} -> {run.ops_after.total()} operators"
         print(f"{run.name:15} {run.seconds:6.2f} s, {counts}")
     print(f"all {time.perf_counter() - start:.1f} s")
     assert sum(weight.nbytes for weight in program.weights.values()) > 66e9
-    assert peak < 6
+    assert grown < 1
     assert len(after.calls_of("block")) == 50 and len(after.tables) == 51
     assert {run.name: run.matches for run in runs}["outline"] == {"refiner": 2, "block": 50}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,12 @@ BOUND = 0.09
 def targets(program: Program, region: str) -> list[object]:
     """The operators of a region, in order."""
     return [node.target for node in program.regions[region].graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture(scope="module")
+def fused(case: Case) -> Program:
+    """What `fp8` gets."""
+    return Manager(BEFORE).run(case.program, find_target("cpu"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +107,21 @@ def test_kept_by_the_user(case: Case) -> None:
     )
     assert runs[-1].matches == {"linear": 12, "projection": 24}
     assert targets(program, "block").count(torch.ops.aten.linear.default) == 2
-    with pytest.raises(BuildError, match="fp8 keeps 'to_o', and no weight lies in such a module"):
-        Manager((*BEFORE, Fp8Linears(keep=("to_o",)))).run(case.program, find_target("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("to_q", "fp8 keeps 'to_q', and would quantize no linear in such a module: did you mean 'to_qkv'?"),
+        ("norm1", "fp8 keeps 'norm1', and would quantize no linear"),  # the norm has a weight, no linear
+        ("adaln_proj", "fp8 keeps 'adaln_proj', and would quantize no linear"),  # kept by the model's facts
+        ("transformer_blocks.0", "fp8 keeps 'transformer_blocks.0', one of 4 blocks that are one region"),
+        ("transformer_blocks.3.ff", "fp8 keeps 'transformer_blocks.3.ff', one of 4 blocks"),
+    ],
+)
+def test_a_kept_name_that_cannot_be_kept_is_refused(fused: Program, module: str, message: str) -> None:
+    with pytest.raises(BuildError, match=re.escape(message)):
+        Fp8Linears(keep=(module,)).apply(fused, find_target("cpu"))
 
 
 def test_a_pass_that_matches_nothing_fails(case: Case) -> None:
@@ -110,9 +130,9 @@ def test_a_pass_that_matches_nothing_fails(case: Case) -> None:
         Manager((*BEFORE, Fp8Linears(keep=everything))).run(case.program, find_target("cpu"))
 
 
-def test_a_target_without_fp8_is_refused(case: Case) -> None:
+def test_a_target_without_fp8_is_refused(fused: Program) -> None:
     with pytest.raises(BuildError, match=r"a100 \(sm_80\) has no FP8 tensor cores: build without fp8"):
-        Manager((*BEFORE, Fp8Linears())).run(case.program, find_target("a100"))
+        Fp8Linears().apply(fused, find_target("a100"))
 
 
 @pytest.fixture
@@ -149,17 +169,32 @@ def test_calibrated_scales_are_weights(case: Case, calibrated: Callable[[float],
         (None, "no calibration at .*: make one with `h3compile calibrate`"),
         ("{", "is no calibration"),
         ('{"format": "h3compile-calibration-1"}', "is no calibration of format"),
-        ('{"format": "h3compile-calibration-1", "amax": {"a": -1}}', "is no calibration of format"),
-        ('{"format": "h3compile-calibration-1", "amax": {"a": NaN}}', "is no calibration of format"),
+        ('{"format": "h3compile-calibration-1", "amax": {}, "partition": 1}', "is no calibration of format"),
+        ('{"format": "h3compile-calibration-1", "amax": {"a": -1}}', "is no calibration, with -1 for a"),
+        ('{"format": "h3compile-calibration-1", "amax": {"a": NaN}}', "is no calibration, with nan for a"),
+        ('{"format": "h3compile-calibration-1", "amax": {"a": true}}', "is no calibration, with True for a"),
+        # In float32 the scale would be 0 or infinite, and every value NaN.
+        (
+            '{"format": "h3compile-calibration-1", "amax": {"a": 1e-44}}',
+            "is no calibration, with 1e-44 for a",
+        ),
+        (
+            '{"format": "h3compile-calibration-1", "amax": {"a": 1e300}}',
+            r"is no calibration, with 1e\+300 for",
+        ),
+        (f'{{"format": "h3compile-calibration-1", "amax": {{"a": 1{"0" * 400}}}}}', "with 1000.*0 for a"),
+        ("[" * 100_000, "is no calibration"),
         ('{"format": "h3compile-calibration-1", "amax": {}}', "the calibration has nothing for "),
     ],
 )
-def test_a_bad_calibration_is_refused(case: Case, tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_bad_calibration_is_refused(
+    fused: Program, tmp_path: Path, content: str | None, message: str
+) -> None:
     path = tmp_path / "calibration.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(BuildError, match=message):
-        Manager((*BEFORE, Fp8Linears(calibration=str(path)))).run(case.program, find_target("cpu"))
+        Fp8Linears(calibration=str(path)).apply(fused, find_target("cpu"))
 
 
 def test_a_side_that_is_no_multiple_of_16_is_refused() -> None:
@@ -203,13 +238,14 @@ def test_a_calibration_of_other_weights_is_refused(
     write_calibration(path, Calibration({"a.weight": 1.0}, "transformer"))
     item = Fp8Linears(calibration=str(path))
     item.check(("transformer",))
+    path.unlink()  # it is read once: what was checked is what is applied
     with pytest.raises(BuildError, match=message):
         item.check(partitions)
 
 
-def test_a_calibration_of_a_deeper_model_is_refused(case: Case, tmp_path: Path) -> None:
-    names = {key for weight in case.program.weights.values() for key in weight.reads()}
+def test_a_calibration_of_a_deeper_model_is_refused(fused: Program, tmp_path: Path) -> None:
+    names = {key for weight in fused.weights.values() for key in weight.reads()}
     path = tmp_path / "calibration.json"
     write_calibration(path, Calibration(dict.fromkeys([*names, "transformer_blocks.4.ff.net.2.weight"], 1.0)))
     with pytest.raises(BuildError, match=r"the calibration has transformer_blocks.4.ff.net.2.weight, which"):
-        Manager((*BEFORE, Fp8Linears(calibration=str(path)))).run(case.program, find_target("cpu"))
+        Fp8Linears(calibration=str(path)).apply(fused, find_target("cpu"))

@@ -107,6 +107,13 @@ def test_the_threshold_of_a_calibrated_fit() -> None:
         ("skip(sparsity=0.5)", "sparsity and fit are given together"),
         ("skip(threshold=0.1,sparsity=0.5,fit=1+2)", "threshold and sparsity exclude each other"),
         ("skip(sparsity=0.5,fit=1)", "fit has 1 numbers, not the two"),
+        ("skip(sparsity=1.5,fit=1+2)", "sparsity is 1.5, and a share of tiles lies from 0 to below 1"),
+        ("skip(sparsity=nan,fit=1+2)", "sparsity is nan"),
+        ("skip(sparsity=0.5,fit=nan+2)", "give a threshold of nan, no positive number"),
+        ("skip(sparsity=0.5,fit=-1+2)", "give a threshold of -2.7"),
+        ("skip(sparsity=0.5,fit=1+5000)", "give a threshold of inf"),
+        ("skip(sparsity=0.5,fit=1+-5000)", "give a threshold of 0.0"),
+        ("skip(until=nan)", "until is nan"),
     ],
 )
 def test_bad_options(typed: str, message: str) -> None:
