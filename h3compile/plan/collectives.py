@@ -1,0 +1,87 @@
+"""What ranks send to each other: bytes of sequence parallelism and of gathered weights, and their seconds.
+
+The bytes are a rank's own: what it receives, and sends. Links carry both directions at once.
+"""
+
+from __future__ import annotations
+
+from h3compile.errors import H3CompileError
+from h3compile.plan.polynomial import Sizes
+from h3compile.plan.work import ProgramWork
+from h3compile.targets import Target
+
+__all__ = [
+    "LATENCY",
+    "degrees",
+    "gather_weights_bytes",
+    "output_bytes",
+    "ring_bytes",
+    "seconds",
+    "ulysses_bytes",
+]
+
+# Seconds that a collective of a few kilobytes takes on one node: NCCL's own start, a barrier among ranks.
+# NCCL's published latencies on eight NVLinked devices lie between 20 and 40 microseconds.
+LATENCY = 30e-6
+
+_BF16 = 2
+# Exchanges of a block: queries, keys and values together, then the attention's result.
+ULYSSES_EXCHANGES = 2
+# What leaves the model a row: 96 video channels in FP32, with 32 of audio; the whole row would be 10,752
+# bytes.
+_OUTPUT_BYTES = 4 * (96 + 32)
+
+
+def degrees(heads: int) -> tuple[int, ...]:
+    """The degrees of Ulysses: each rank gets whole heads, so they divide their number."""
+    return tuple(degree for degree in range(1, heads + 1) if heads % degree == 0)
+
+
+def ulysses_bytes(rows: float, attended: int, shards: int) -> float:
+    """Bytes a rank exchanges in one block: 8 (S/P) W (P-1)/P for W channels of heads.
+
+    Queries, keys, values and the result, two bytes a channel; all but the share that stays.
+    """
+    return 4 * _BF16 * (rows / shards) * attended * (shards - 1) / shards
+
+
+def ring_bytes(rows: float, attended: int, shards: int) -> float:
+    """Bytes a rank receives in one block when keys and values go round, or are gathered: 4 (S/P) W (P-1)."""
+    return 2 * _BF16 * (rows / shards) * attended * (shards - 1)
+
+
+def gather_weights_bytes(block: float, shards: int) -> float:
+    """Bytes a rank receives when a block is put together from one shard of every rank."""
+    return block * (shards - 1) / shards
+
+
+def output_bytes(rows: float, shards: int) -> float:
+    """Bytes a rank receives when every rank is to have all rows that leave the model."""
+    return _OUTPUT_BYTES * rows * (shards - 1) / shards
+
+
+def seconds(target: Target, moved: float, exchanges: int = 1) -> float:
+    """Seconds of ``exchanges`` collectives that move ``moved`` bytes a rank together.
+
+    `H3CompileError` where the target has no link to another device.
+    """
+    if target.peer is None:
+        raise H3CompileError(f"{target.name} has no link to another device", "plan for one device")
+    return moved / target.peer.rate.reached + exchanges * LATENCY
+
+
+def step_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int) -> dict[str, float]:
+    """What each call of a step adds when ``shards`` devices share its rows, by call name; by Ulysses.
+
+    Blocks exchange heads; the last call gathers the rows that leave. `H3CompileError` where the degree does
+    not divide the heads.
+    """
+    if shards == 1:
+        return {}
+    if shards not in degrees(work.heads):
+        listed = ", ".join(map(str, degrees(work.heads)))
+        raise H3CompileError(f"{shards} devices cannot share {work.heads} heads", f"use one of {listed}")
+    rows = sizes["rows"]
+    block = seconds(target, ulysses_bytes(rows, work.attended, shards), ULYSSES_EXCHANGES)
+    last = work.names("step")[-1]
+    return dict.fromkeys(work.blocks, block) | {last: seconds(target, output_bytes(rows, shards))}

@@ -1,0 +1,105 @@
+"""Reads off a program what it has to do: its regions by `kernels.py`, its calls, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sympy  # type: ignore[import-untyped]
+
+from h3compile.plan.kernels import polynomial_of, region_work
+from h3compile.plan.polynomial import Polynomial, total
+from h3compile.plan.work import CallWork, ProgramWork
+from h3compile.program.analysis import execution_stages
+from h3compile.program.program import Call, Program
+
+__all__ = ["work_of"]
+
+
+def work_of(program: Program, passes: str = "", *, fused: bool = True) -> ProgramWork:
+    """The work of an outlined ``program``; ``passes`` is how it is named.
+
+    The number of calls is that of the program: `ProgramWork.with_blocks` has others.
+    """
+    config = program.facts.config
+    heads, width, hidden = (
+        config[name] for name in ("num_attention_heads", "attention_head_dim", "hidden_size")
+    )
+    assert isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int)
+    regions = {
+        name: region_work(region, program.facts.dims, tables=_table_ports(program, name), fused=fused)
+        for name, region in program.regions.items()
+    }
+    return ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)))
+
+
+def _table_ports(program: Program, region: str) -> frozenset[str]:
+    """The inputs of ``region`` that are tables, by the names of its ports."""
+    calls, tables = program.calls_of(program.base_of(region)), set(program.tables)
+    ports = [port.name for port in program.regions[region].inputs]
+    return frozenset(
+        name
+        for place, name in enumerate(ports)
+        if calls and all(call.inputs[place] in tables for call in calls)
+    )
+
+
+def _calls(program: Program) -> Iterator[CallWork]:
+    stages = execution_stages(program)
+    values = _Values(program)
+    run: list[Call] = []
+    for call in (*program.calls, None):
+        if run and (call is None or call.region != run[0].region):
+            held = [values.held(one, stages[one.name].value) for one in run]
+            yield CallWork(
+                run[0].region,
+                stages[run[0].name].value,
+                len(run),
+                max(held, key=lambda polynomial: polynomial.at(values.hints)),
+                values.tables(run[0]),
+            )
+            run = []
+        if call is not None:
+            run.append(call)
+
+
+class _Values:
+    """How long the values of a program live, and their bytes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.hints = {dim.name: dim.hint for dim in program.facts.dims}
+        self._given = [port.name for port in program.inputs]
+        stages = execution_stages(program)
+        self._at = {call.name: place for place, call in enumerate(program.calls)}
+        self._born = {value: self._at[call.name] for call in program.calls for value in call.outputs}
+        self._stage = {value: stages[call.name].value for call in program.calls for value in call.outputs}
+        self._last = dict.fromkeys(program.outputs, len(program.calls))
+        self._kept: set[str] = set()  # of a request, read by every step
+        for place, call in enumerate(program.calls):
+            for value in call.inputs:
+                self._last[value] = max(place, self._last.get(value, 0))
+                if self._stage.get(value) == "request" and stages[call.name].value == "step":
+                    self._kept.add(value)
+
+    def held(self, call: Call, stage: str) -> Polynomial:
+        """Bytes of what lives during ``call`` without going in: the caller's tensors are there always."""
+        here = self._at[call.name]
+        alive = [*self._given, *(v for v, born in self._born.items() if born < here <= self._last.get(v, -1))]
+        if stage == "step":
+            alive += self._kept
+        inside = {*call.inputs, *self._program.tables}
+        return total(self._bytes(value) for value in dict.fromkeys(alive) if value not in inside)
+
+    def tables(self, call: Call) -> int:
+        """Bytes a timestep of the tables that ``call`` reads."""
+        read = [value for value in call.inputs if value in self._program.tables]
+        one = dict.fromkeys(self.hints, 1)
+        return int(sum(self._bytes(value).at(one) for value in read))
+
+    def _bytes(self, value: str) -> Polynomial:
+        port = self._program.port_of(value)
+        names = {name: sympy.Symbol(name) for name in self.hints}
+        size = sympy.Integer(port.dtype.itemsize)
+        for dim in port.shape:
+            size *= sympy.sympify(dim, locals=names) if isinstance(dim, str) else dim
+        return polynomial_of(size, {symbol: name for name, symbol in names.items()})

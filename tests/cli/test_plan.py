@@ -1,0 +1,233 @@
+"""`h3compile plan`: quick, without torch, and one line for everything that is asked wrongly."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from h3compile.errors import H3CompileError
+from h3compile.pipeline.registry import Registry
+from h3compile.pipeline.spelling import resolve
+
+CARDS = ("rtx-4090", "2xrtx-5090", "h200", "8xb300")
+
+
+def spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_without_a_question_everything_is_shown(h3compile) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile("plan", "--target", "8xb300", "--allow", "fp8")
+    assert done.exit_code == 0, done.stderr
+    assert "50 grid points = 49 forwards" in done.stdout
+    assert "● BF16" in done.stdout and "▲ fp8" in done.stdout
+    assert "shards of 8" in done.stdout and "own host memory" in done.stdout
+    assert "GiB on one GPU" in done.stdout
+    assert "predicted, not measured" in done.stdout
+
+
+def test_a_budget_gives_one_plan_explained(h3compile) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile("plan", "--target", "rtx-4090", "--hbm", "12GiB")
+    assert done.exit_code == 0, done.stderr
+    text = spaced(done.stdout)
+    assert "weights 0 of 50 blocks resident, the others in 2 slots, local" in text
+    assert "the copies hide behind the kernels" in text
+    assert "bound by kernels (100%); copies need 1." in text and "GB/s of the link" in text
+    assert "GiB of 12.0 GiB at decode" in text
+    assert "pinned streamed weights 37.38 GiB" in text
+    assert "build h3compile build --passes 'dlo(resident=0,slots=2)' --target rtx-4090 -o h3.h3e" in text
+    assert "predicted, not measured" in text
+
+
+def test_the_passes_that_are_shown_can_be_typed(h3compile, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile(
+        "plan", "--target", "h200", "--passes", "fp8,sage", "--slowdown", "0", "--steps", "9", "--json"
+    )
+    record = json.loads(done.stdout)
+    assert record["build"].endswith(" --target h200 --steps 9 -o h3.h3e")
+    passes = record["build"].split("'")[1]
+    chosen, typed = resolve(passes, Registry.default())
+    assert typed == {"fp8", "sage", "dlo"}
+    (dlo,) = (item for item in chosen if item.name == "dlo")
+    assert (dlo.resident, dlo.slots) == (record["resident"], record["slots"])  # type: ignore[attr-defined]
+    assert record["passes"] == "fp8,sage" and record["clip"]["forwards"] == 8
+
+
+def test_slowdown_gives_the_smallest(h3compile) -> None:  # type: ignore[no-untyped-def]
+    sizes = []
+    for slowdown in ("0%", "10%", "50%"):
+        options = ("--size", "480x256", "--components", "elsewhere", "--json")
+        done: Result = h3compile("plan", "--target", "h200", "--slowdown", slowdown, *options)
+        record = json.loads(done.stdout)
+        assert record["step_seconds"] <= record["step_seconds_all_resident"] * (
+            1 + float(slowdown[:-1]) / 100 + 1e-6
+        )
+        sizes.append(record["device_bytes_peak"])
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+
+
+def test_json_of_everything(h3compile, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    output = tmp_path / "plans.json"
+    done: Result = h3compile("plan", "--target", "h200", "--json", "-o", output)
+    record = json.loads(done.stdout)
+    assert record == json.loads(output.read_text(encoding="utf-8"))
+    assert record["predicted"] is True
+    assert [plan["target"] for plan in record["frontiers"][""]][:1] == ["h200"]
+    assert record["all_resident"][""]["resident"] == 50
+
+
+@pytest.mark.parametrize("options", [(), ("--hbm", "16GiB")])
+def test_a_picture_is_written(options: tuple[str, ...], h3compile, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "plan.svg"
+    done: Result = h3compile("plan", "--target", "rtx-4090", *options, "-o", output)
+    assert done.exit_code == 0, done.stderr
+    assert output.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_lengths_are_rounded_and_said(h3compile) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile("plan", "--target", "h200", "--hbm", "60GiB", "--frames", "350")
+    text = spaced(done.stdout)
+    assert "350 frames become 362 (15.08 s), 17 n + 5" in text
+    assert "362 frames are more than Diffusers and `h3compile run` take (345)" in text
+    done = h3compile("plan", "--target", "h200", "--hbm", "60GiB", "--seconds", "15")
+    assert "345 frames (14.38 s)" in done.stdout
+
+
+def test_several_gpus_are_one_node(h3compile) -> None:  # type: ignore[no-untyped-def]
+    one: Result = h3compile("plan", "--target", "2xrtx-5090", "--hbm", "31GB", "--json")
+    other: Result = h3compile("plan", "--target", "rtx-5090", "--gpus", "2", "--hbm", "31GB", "--json")
+    assert one.stdout == other.stdout
+    text: Result = h3compile("plan", "--target", "2xrtx-5090", "--hbm", "31GB")
+    assert "sp(ulysses=2)" in text.stdout and "--gpus 2" in text.stdout
+
+
+def test_a_target_file_is_a_target(h3compile, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from h3compile.targets import find_target, write_target
+
+    write_target(find_target("h200"), tmp_path / "mine.toml")
+    done: Result = h3compile("plan", "--target", tmp_path / "mine.toml", "--slowdown", "2%", "--json")
+    assert json.loads(done.stdout)["target"] == "h200"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--target", "rtx-409"), "no target is called 'rtx-409': did you mean 'rtx-4090'?"),
+        (("--target", "0xh200"), "'0xh200' is no device at all: write h200 or 2xh200"),
+        (
+            ("--target", "h200", "--hbm", "24GiB", "--slowdown", "2%"),
+            "--hbm and --slowdown are two questions: give the one or the other",
+        ),
+        (("--target", "h200", "--hbm", "24"), "'24' is no amount of memory: write it like 24GiB or 24GB"),
+        (("--target", "h200", "--slowdown", "fast"), "'fast' is no slowdown: write a percentage such as 2%"),
+        (("--target", "h200", "--slowdown", "nan"), "'nan' is no slowdown: write a percentage such as 2%"),
+        (
+            ("--target", "h200", "--frames", "400"),
+            "400 frames are 16.67 s, and H3 makes clips of 5 to 15 s: ask for 124 to 345 frames; "
+            "some servers take 362",
+        ),
+        (
+            ("--target", "h200", "--frames", "124", "--seconds", "5"),
+            "--frames and --seconds are both a length: give the one or the other",
+        ),
+        (("--target", "h200", "--seconds", "20"), "20 s: H3 makes clips of 5 to 15 s"),
+        (("--target", "h200", "--size", "1340x768"), "width 1340 is not a multiple of 32: 1344 is near"),
+        (
+            ("--target", "b300", "--gpus", "3"),
+            "3 GPUs cannot share the 56 heads of one clip evenly: use 1, 2, or --throughput for 3 clips "
+            "at once",
+        ),
+        (("--target", "2xb300", "--gpus", "3"), "--target 2xb300 and --gpus 3 differ: give one of them"),
+        (("--target", "h200", "--gpus", "0"), "--gpus 0: give at least 1"),
+        (
+            ("--target", "h200", "--passes", "fp8,dlo"),
+            "dlo is what a plan is for: leave it out of --passes",
+        ),
+        (
+            ("--target", "h200", "--components", "gone"),
+            "components cannot be 'gone': choose one of elsewhere, moved, resident, streamed",
+        ),
+        (("--target", "h200", "--allow", "nvfp4"), "'nvfp4' cannot be allowed: choose among fp8, sage"),
+        (
+            ("--target", "h200", "-o", "plan.pdf"),
+            "cannot write plan.pdf: give a name that ends in .svg, .png, .json",
+        ),
+    ],
+)
+def test_a_wrong_question_is_one_line(options: tuple[str, ...], line: str, h3compile) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile("plan", *options)
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", f"error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--target", "rtx-4090", "--hbm", "4GiB"), ("no plan fits 4.0 GiB of a rtx-4090", "more: it would")),
+        (("--target", "rtx-4090", "--hbm", "9GiB", "--host", "8GiB"), ("no plan fits 8.0 GiB of the host",)),
+        (("--target", "cpu"), ("cpu has no rate for bandwidth", "--measure")),
+        (("--target", "a100", "--passes", "fp8"), ("a100 has no rate for gemm.float8_e4m3fn",)),
+        (("--target", "h200", "--passes", "mine"), ("no work table is shipped for the passes 'mine'",)),
+    ],
+)
+def test_what_cannot_be_planned_says_why(options: tuple[str, ...], words: tuple[str, ...], h3compile) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile("plan", *options)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_host_that_is_too_small_is_said_below_the_frontier(h3compile) -> None:  # type: ignore[no-untyped-def]
+    done: Result = h3compile("plan", "--target", "rtx-4090", "--host", "8GiB")
+    assert done.exit_code == 0
+    assert "nothing fits: no plan fits 8.0 GiB of the host" in done.stdout
+
+
+@pytest.mark.parametrize(("passes", "expected"), [((), "dlo(hbm=12GiB)"), (("fp8",), "fp8,dlo(hbm=12GiB)")])
+def test_build_asks_the_pass_for_what_hbm_says(
+    passes: tuple[str, ...],
+    expected: str,
+    h3compile,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from h3compile import driver
+
+    asked: list[object] = []
+
+    def compiled(**options: object) -> None:
+        asked.append(options["passes"])
+        raise H3CompileError("enough")
+
+    monkeypatch.setattr(driver, "build", compiled)
+    options = ("--passes", *passes) if passes else ()
+    done: Result = h3compile("build", "--target", "h200", "--hbm", "12GiB", *options)
+    assert (done.exit_code, asked) == (1, [expected]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", ["5", "10", "15"])
+@pytest.mark.parametrize("target", CARDS)
+def test_a_cold_plan_takes_less_than_five_seconds_and_no_torch(target: str, seconds: str) -> None:
+    script = (
+        "import sys; from h3compile.cli.main import application; sys.argv[0] = 'h3compile'\n"
+        "try: application()()\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    options = ("--target", target, "--seconds", seconds, "--allow", "fp8")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "plan", *options], capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("False\n")
+    # One thread: where nothing else runs, this is what the clock shows; here other tests run beside it.
+    took = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert took < 5

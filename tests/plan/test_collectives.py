@@ -1,0 +1,62 @@
+"""Bytes that ranks exchange, against the formulas of sequence parallelism."""
+
+from __future__ import annotations
+
+import pytest
+
+from h3compile.errors import H3CompileError
+from h3compile.plan import collectives
+from h3compile.plan.work import released
+from h3compile.targets import find_target
+
+CLIP = {"rows": 58_816, "video_rows": 58_000, "audio_rows": 696, "text_rows": 30, "timesteps": 2}
+
+
+def test_degrees_divide_the_heads() -> None:
+    assert collectives.degrees(56) == (1, 2, 4, 7, 8, 14, 28, 56)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_bytes_of_a_block(shards: int) -> None:
+    """8 (S/P) 7168 (P-1)/P for Ulysses, 4 (S/P) 7168 (P-1) for Ring: equal at two ranks only."""
+    rows = CLIP["rows"]
+    ulysses = collectives.ulysses_bytes(rows, 7168, shards)
+    ring = collectives.ring_bytes(rows, 7168, shards)
+    assert ulysses == 8 * (rows / shards) * 7168 * (shards - 1) / shards
+    assert ring == 4 * (rows / shards) * 7168 * (shards - 1)
+    assert ring == ulysses * shards / 2
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    for count in (collectives.ulysses_bytes, collectives.ring_bytes):
+        assert count(1000, 7168, 1) == 0
+    assert collectives.gather_weights_bytes(1e9, 1) == 0
+    assert collectives.step_seconds(released("fuse"), find_target("h200"), CLIP, 1) == {}
+
+
+def test_all_but_the_own_shard_is_gathered() -> None:
+    assert collectives.gather_weights_bytes(8e9, 8) == 7e9
+
+
+def test_only_512_bytes_of_a_row_leave() -> None:
+    assert collectives.output_bytes(1000, 2) == 512 * 500
+
+
+def test_a_step_exchanges_in_blocks_and_gathers_at_its_end() -> None:
+    work, target = released("fuse").with_blocks(3), find_target("b300")
+    added = collectives.step_seconds(work, target, CLIP, 8)
+    assert set(added) == {"block.0", "block.1", "block.2", "head.0"}
+    assert target.peer is not None
+    moved = collectives.ulysses_bytes(CLIP["rows"], 7168, 8)
+    assert added["block.1"] == pytest.approx(moved / target.peer.rate.reached + 2 * collectives.LATENCY)
+
+
+def test_degrees_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(H3CompileError, match="3 devices cannot share 56 heads"):
+        collectives.step_seconds(released("fuse"), find_target("b300"), CLIP, 3)
+
+
+def test_a_target_alone_has_nobody_to_talk_to() -> None:
+    assert find_target("gb10").peer is None
+    with pytest.raises(H3CompileError, match="gb10 has no link to another device"):
+        collectives.seconds(find_target("gb10"), 1.0)

@@ -1,0 +1,179 @@
+"""Seconds of operators, steps and requests, against what can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from h3compile.errors import H3CompileError
+from h3compile.plan.cost import (
+    Parallel,
+    build_seconds,
+    call_seconds,
+    operation_seconds,
+    piece_seconds,
+    region_seconds,
+    request_seconds,
+    step_seconds,
+    streamed_step_seconds,
+)
+from h3compile.plan.polynomial import Polynomial
+from h3compile.plan.residency import Residency
+from h3compile.plan.schedule import Compute, Copy, Gather
+from h3compile.plan.work import Piece, ProgramWork, released
+from h3compile.targets import Link, Rate, Target, find_target
+
+CLIP = {"rows": 37_760, "video_rows": 37_296, "audio_rows": 414, "text_rows": 50, "timesteps": 2}
+RATE = Rate(1e12, 0.5, "made up")
+CARD = Target(
+    name="card",
+    title="A card",
+    arch="sm_90a",
+    memory=10**10,
+    devices=(),
+    bandwidth=Rate(1e10, 0.5, "made up"),
+    flops={"gemm.bfloat16": RATE, "attention.bfloat16": RATE, "attention.float8_e4m3fn": RATE},
+    host=Link("pcie", Rate(1e9, 1.0, "made up")),
+    peer=Link("nvlink", Rate(1e10, 1.0, "made up")),
+    launch_seconds=1e-6,
+)
+ROWS = Polynomial.parse("rows")
+
+
+def piece(flop: float, moved: float, **changes: object) -> Piece:
+    made = Piece("linear", "gemm", "bfloat16", ROWS * flop, ROWS * moved)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_an_operator_takes_the_longer_of_flop_and_bytes_and_a_launch() -> None:
+    sizes = {"rows": 1000}
+    assert piece_seconds(piece(5e8, 1.0), CARD, sizes) == pytest.approx(1.0 + 1e-6)
+    assert piece_seconds(piece(1.0, 1e7), CARD, sizes) == pytest.approx(2.0 + 1e-6)
+    assert piece_seconds(piece(0.0, 0.0, launches=6), CARD, sizes) == pytest.approx(6e-6)
+    rows = replace(piece(0.0, 5e6), kind="rows")
+    assert piece_seconds(rows, CARD, sizes) == pytest.approx(1.0 + 1e-6)
+
+
+def test_the_last_wave_is_half_empty() -> None:
+    sizes = {"rows": 1000}
+    tiled = piece(5e8, 1.0, tile=Polynomial.constant(5e9))
+    assert piece_seconds(tiled, CARD, sizes) == pytest.approx(1.0 + 66 * 5e9 / 5e11 + 1e-6)
+
+
+def test_ranks_share_rows_and_heads() -> None:
+    sizes = {"rows": 1000}
+    weights = replace(piece(5e8, 0.0), bytes=Polynomial.constant(5e9))
+    assert piece_seconds(piece(5e8, 1.0), CARD, sizes, shards=4) == pytest.approx(0.25 + 1e-6)
+    assert piece_seconds(weights, CARD, sizes, shards=4) == pytest.approx(1.0 + 1e-6)  # all of the weights
+    square = Piece("attention", "attention", "bfloat16", Polynomial.parse("500000*rows*rows"), ROWS)
+    assert piece_seconds(square, CARD, sizes, shards=4) == pytest.approx(0.25 + 1e-6)  # of all pairs of rows
+
+
+def test_skipping_pays_for_its_tests_first() -> None:
+    sizes = {"rows": 1000}
+    plain = replace(piece(5e8, 1.0), kind="attention", operator="sage_attention.default")
+    tested = replace(plain, operator="sage_attention.skip")
+    dense = piece_seconds(plain, CARD, sizes)
+    assert piece_seconds(tested, CARD, sizes) > dense
+    assert piece_seconds(tested, CARD, sizes, skipped=0.5) < dense
+
+
+def test_sage_has_e4m3_keys_where_the_pass_takes_them() -> None:
+    keys = replace(piece(5e8, 1.0), kind="attention", dtype="int8")
+    with pytest.raises(H3CompileError, match=r"card has no rate for attention\.int8"):
+        piece_seconds(keys, CARD, {"rows": 1000})
+    blackwell = replace(CARD, arch="sm_103a")
+    assert piece_seconds(keys, blackwell, {"rows": 1000}) == pytest.approx(1.0 + 1e-6)
+
+
+def test_fp8_on_a_card_without_it_says_so() -> None:
+    with pytest.raises(H3CompileError, match=r"a100 has no rate for gemm\.float8_e4m3fn"):
+        step_seconds(released("fp8"), find_target("a100"), CLIP)
+
+
+@pytest.mark.parametrize("name", ["h200", "b300", "rtx-5090", "l40s", "gb10"])
+def test_faster_passes_are_faster_and_longer_clips_longer(name: str) -> None:
+    target = find_target(name)
+    exact, fused, fp8 = (step_seconds(released(p), target, CLIP) for p in ("exact", "fuse", "fp8"))
+    assert exact > fused > fp8
+    longer = {**CLIP, "rows": 73_500, "video_rows": 72_576}
+    assert step_seconds(released("fuse"), target, longer) > 2 * fused
+
+
+def test_a_step_is_its_calls_and_a_request_its_steps() -> None:
+    work, target = released("fuse"), find_target("h200")
+    calls = call_seconds(work, target, CLIP)
+    step = step_seconds(work, target, CLIP)
+    assert step == pytest.approx(calls["embed.0"] + 50 * calls["block.7"] + calls["head.0"])
+    request = request_seconds(work, target, CLIP, forwards=49, others={"decode": 3.0})
+    assert request.total == pytest.approx(request.request + 49 * step + 3.0)
+    assert request.request == pytest.approx(sum(calls[name] for name in work.names("request")))
+    assert request_seconds(work, target, CLIP, forwards=2, step=7.0).steps == 14.0
+
+
+def test_several_devices_are_faster_by_less_than_their_number() -> None:
+    work, target = released("fuse"), find_target("h200")
+    alone = step_seconds(work, target, CLIP)
+    shared = step_seconds(work, target, CLIP, shards=8)
+    assert alone / 8 < shared < alone / 5
+
+
+def small(count: int = 4) -> ProgramWork:
+    return released("exact").with_blocks(count)
+
+
+def test_operations_of_a_local_schedule() -> None:
+    work, target = small(), find_target("h200")
+    residency = Residency(work.blocks, ("block.0",), 2)
+    seconds = operation_seconds(work, target, CLIP, residency)
+    moved = work.weights["block.1"] + 2 * work.call("block.1").table
+    assert target.host is not None
+    assert seconds(Copy("block.1", 0)) == pytest.approx(moved / target.host.rate.reached, rel=1e-6)
+    block = region_seconds(work.regions["block"], target, CLIP)
+    assert seconds(Compute("block.0")) == pytest.approx(block)
+
+
+def test_operations_of_an_allgather() -> None:
+    work, target = small(), find_target("h200")
+    assert target.host is not None and target.peer is not None
+    pieces = 3
+    residency = Residency(work.blocks, (), 2, "allgather", pieces)
+    parallel = Parallel(shards=2, group=8)
+    seconds = operation_seconds(work, target, CLIP, residency, parallel)
+    moved = work.weights["block.1"] + 2 * work.call("block.1").table
+    copy = seconds(Copy("block.1", 0, 0, 0))
+    gather = seconds(Gather("block.1", 0, 0, 0))
+    assert copy == pytest.approx(moved / 8 / pieces / target.host.rate.reached, rel=1e-6)
+    assert gather == pytest.approx(moved * 7 / 8 / pieces / target.peer.rate.reached + 30e-6, rel=1e-6)
+    # Kernels beside a gather are slower, and nobody else's are.
+    alone = call_seconds(work, target, CLIP, shards=2)
+    step = work.names("step")
+    slower = sum(seconds(Compute(name)) - alone[name] for name in step)
+    assert slower == pytest.approx(0.75 * 4 * pieces * gather)
+    assert seconds(Compute("refiner.0")) == alone["refiner.0"]
+
+
+def test_copies_hide_behind_long_blocks_and_not_behind_short_ones() -> None:
+    work, target = small(8), find_target("h200")
+    residency = Residency(work.blocks, (), 2)
+    assert streamed_step_seconds(work, target, CLIP, residency) == pytest.approx(
+        step_seconds(work, target, CLIP), rel=1e-3
+    )
+    short = {**CLIP, "rows": 2_001, "video_rows": 1_537}
+    seconds = operation_seconds(work, target, short, residency)
+    copies = sum(seconds(Copy(name, 0)) for name in work.blocks)
+    assert streamed_step_seconds(work, target, short, residency) == pytest.approx(copies, rel=0.02)
+
+
+def test_a_target_without_links_says_what_to_do() -> None:
+    work = small()
+    residency = Residency(work.blocks, (), 2)
+    with pytest.raises(H3CompileError, match="no link to host memory"):
+        operation_seconds(work, replace(find_target("h200"), host=None), CLIP, residency)
+    with pytest.raises(H3CompileError, match="no link to another device"):
+        step_seconds(work, replace(find_target("h200"), peer=None), CLIP, shards=2)
+
+
+def test_a_build_of_six_layers_is_the_one_that_was_measured() -> None:
+    assert build_seconds(int(9.5e9)) == pytest.approx(70.0)
