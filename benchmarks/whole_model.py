@@ -65,27 +65,33 @@ def diffusers_model(layers: int) -> torch.nn.Module:
 
 
 def request(
-    frames_rows: int, latent_frames: int, audio: int, timesteps: list[float]
+    frames_rows: int,
+    latent_frames: int,
+    audio: int,
+    timesteps: list[float],
+    *,
+    device: str = "cuda",
+    text_dim: int = 5120,
 ) -> dict[str, torch.Tensor]:
     """A t2va forward: 50 rows of text, then audio, then video."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     text, video = 50, frames_rows * latent_frames
     rows = text + audio + video
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator)
+        return torch.randn(*shape, device=device, generator=generator)
 
-    kinds = torch.tensor([1] * text + [2] * audio + [0] * video, device="cuda")
+    kinds = torch.tensor([1] * text + [2] * audio + [0] * video, device=device)
     times = torch.where(kinds == 2, len(timesteps) - 1, 0)
-    order = torch.arange(rows, device="cuda")
+    order = torch.arange(rows, device=device)
     return {
         "hidden_states": normal(1, video, 96),
         "audio_hidden_states": normal(1, audio, 32),
-        "encoder_hidden_states": normal(1, text, 5120).bfloat16(),
-        "timestep": torch.tensor(timesteps, device="cuda"),
+        "encoder_hidden_states": normal(1, text, text_dim).bfloat16(),
+        "timestep": torch.tensor(timesteps, device=device),
         "timestep_indices": times,
         "token_tags": kinds,
-        "position_ids": torch.rand(rows, 3, device="cuda", dtype=torch.float64, generator=generator) * 60,
+        "position_ids": torch.rand(rows, 3, device=device, dtype=torch.float64, generator=generator) * 60,
         "video_indices": order[kinds == 0],
         "audio_indices": order[kinds == 2],
         "text_indices": order[kinds == 1],

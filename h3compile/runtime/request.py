@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 
 import torch
 
 from h3compile.runtime.memory import nbytes
-from h3compile.runtime.runner import BoundCall, Check
+from h3compile.runtime.runner import BoundCall, Check, Feed, bound
 from h3compile.runtime.stats import Stats
 
 __all__ = ["RequestMemo"]
@@ -20,16 +21,24 @@ class RequestMemo:
     tables. Values between two calls are not kept.
     """
 
-    def __init__(self, calls: Sequence[BoundCall], kept: Collection[str], stats: Stats) -> None:
+    def __init__(
+        self, calls: Sequence[BoundCall], kept: Collection[str], stats: Stats, feed: Feed = bound
+    ) -> None:
         self._calls = tuple(calls)
         self._kept = frozenset(kept)
         self._stats = stats
+        self._feed = feed
         self._values: dict[str, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the kept values."""
         return nbytes(*self._values.values())
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The values that the next forward computes, sorted."""
+        return tuple(sorted(self._kept - self._values.keys()))
 
     def invalidate(self, changed: Collection[str]) -> None:
         """Drops every value that depends on a ``changed`` input."""
@@ -53,11 +62,12 @@ class RequestMemo:
             return dict(self._values)
         self._stats.request_misses += 1
         available = {**inputs, **self._values}
-        for call in self._needed(missing):
-            check()
-            outputs = dict(call.run([available[name] for name in call.inputs]))
-            available.update(outputs)
-            self._values.update((name, outputs[name]) for name in call.outputs if name in self._kept)
+        with closing(self._feed(self._needed(missing), check)) as feed:
+            for call, weights in feed:
+                check()
+                outputs = dict(call.run([available[name] for name in call.inputs], weights))
+                available.update(outputs)
+                self._values.update((name, outputs[name]) for name in call.outputs if name in self._kept)
         return dict(self._values)
 
     def release(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import torch
 from h3compile.runtime.executors import Executor
 from h3compile.runtime.measures import Record
 
-__all__ = ["BoundCall", "Check", "Reads", "Runner", "last_reads"]
+__all__ = ["BoundCall", "Check", "Fed", "Feed", "Reads", "Runner", "bound", "last_reads"]
 
 # Called wherever work may stop; raises `Interrupted` to make it stop.
 Check = Callable[[], None]
@@ -37,7 +38,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """One execution of a region with its weights bound."""
+    """One execution of a region; ``weights`` are those that stay on the device, else a `Feed` brings them."""
 
     name: str
     region: str
@@ -47,10 +48,31 @@ class BoundCall:
     weights: tuple[torch.Tensor, ...]
 
     def run(
-        self, inputs: Sequence[torch.Tensor], stand_in: Executor | None = None
+        self,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        stand_in: Executor | None = None,
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """The outputs by name, computed by ``stand_in`` where one is given."""
-        return zip(self.outputs, (stand_in or self.executor)([*inputs, *self.weights]), strict=True)
+        return zip(self.outputs, (stand_in or self.executor)([*inputs, *weights]), strict=True)
+
+
+# Calls one by one, each with its weights, which are there until the next one is asked for. Closed early it
+# leaves nothing half-done.
+Fed = Generator[tuple[BoundCall, tuple[torch.Tensor, ...]], None, None]
+
+
+class Feed(Protocol):
+    """Brings weights to calls."""
+
+    def __call__(self, calls: Sequence[BoundCall], check: Check, /) -> Fed:
+        """Every one of ``calls``, in order; ``check`` is called where it waits."""
+
+
+def bound(calls: Sequence[BoundCall], check: Check) -> Fed:
+    """The feed of calls whose weights all stay on the device."""
+    for call in calls:
+        yield call, call.weights
 
 
 def last_reads(calls: Sequence[Reads], kept: Collection[str] = ()) -> list[tuple[str, ...]]:
@@ -67,7 +89,7 @@ class Runner:
     """Executes ``calls`` in order and returns ``outputs``.
 
     ``variants`` are the executors that may stand in for those of calls, by the name of their region;
-    ``measures`` the values that are recorded when they are made.
+    ``measures`` the values that are recorded when they are made; ``feed`` brings the weights.
     """
 
     def __init__(
@@ -78,6 +100,7 @@ class Runner:
         *,
         variants: Mapping[str, Executor] | None = None,
         measures: Collection[str] = (),
+        feed: Feed = bound,
     ) -> None:
         self._calls = tuple(calls)
         self._outputs = tuple(outputs)
@@ -86,6 +109,7 @@ class Runner:
         self._device = device
         self._variants = dict(variants or {})
         self._measures = frozenset(measures)
+        self._feed = feed
 
     def run(
         self,
@@ -104,21 +128,22 @@ class Runner:
         executors = {region: self._variants[variant] for region, variant in (stand_ins or {}).items()}
         values = dict(given)
         pace = _Pace(self._device)
-        for call, dead in zip(self._calls, self._dead, strict=True):
-            check()
-            for name in call.inputs:
-                if name not in values:
-                    values[name] = source[name]
-            inputs = [values[name] for name in call.inputs]
-            # Before the call, so that an executor which consumes its inputs can free them early.
-            for name in dead:
-                del values[name]
-            made = dict(call.run(inputs, executors.get(call.region)))
-            for name in self._measures.intersection(made):
-                record(name, made[name])
-            values.update((name, value) for name, value in made.items() if name in self._read)
-            del inputs, made
-            pace.advance()
+        with closing(self._feed(self._calls, check)) as feed:
+            for (call, weights), dead in zip(feed, self._dead, strict=True):
+                check()
+                for name in call.inputs:
+                    if name not in values:
+                        values[name] = source[name]
+                inputs = [values[name] for name in call.inputs]
+                # Before the call, so that an executor which consumes its inputs can free them early.
+                for name in dead:
+                    del values[name]
+                made = dict(call.run(inputs, weights, executors.get(call.region)))
+                for name in self._measures.intersection(made):
+                    record(name, made[name])
+                values.update((name, value) for name, value in made.items() if name in self._read)
+                del inputs, made
+                pace.advance()
         check()
         return tuple(values[name] if name in values else source[name] for name in self._outputs)
 

@@ -21,10 +21,14 @@ class Stats:
     table_hits: int = 0
     table_misses: int = 0
     bytes_weights: int = 0  # shared ranges are counted by every module that uses them
+    bytes_slots: int = 0  # that streamed weights take turns in
     bytes_tables: int = 0
     bytes_request: int = 0
+    bytes_host: int = 0  # streamed weights and their tables, in host memory, shared ones as above
+    bytes_sent: int = 0  # to other ranks since loading, by the exchanges of forwards
+    bytes_copied: int = 0  # weights brought to the device since loading by a plan that streams
 
     @property
     def bytes_resident(self) -> int:
-        """Everything the module keeps between forwards, in bytes."""
-        return self.bytes_weights + self.bytes_tables + self.bytes_request
+        """Everything the module keeps on its device between forwards, in bytes."""
+        return self.bytes_weights + self.bytes_slots + self.bytes_tables + self.bytes_request

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,7 @@ from h3compile.program.serialize import parse_dtype
 from h3compile.runtime.fold import ScheduleCall, fold
 from h3compile.runtime.groups import TableGroup
 from h3compile.runtime.memory import gib, nbytes
+from h3compile.runtime.pinned import HostBuffer, HostMemory
 from h3compile.runtime.runner import Check
 from h3compile.runtime.stats import Stats
 from h3compile.runtime.timesteps import to_bits
@@ -30,8 +32,13 @@ TABLE_BYTES = 1 << 30
 
 _MEND = "rebuild the engine"
 
-# One timestep's rows: for each group of equally shaped values one [count, g, ...] tensor.
-_Entry = tuple[torch.Tensor, ...]
+
+@dataclass(frozen=True)
+class _Entry:
+    """One timestep's rows: for each group of equally shaped values one [count, g, ...] tensor."""
+
+    values: tuple[torch.Tensor, ...]
+    buffers: tuple[HostBuffer, ...]  # what values on the host lie in
 
 
 class ModulationTables:
@@ -40,7 +47,7 @@ class ModulationTables:
     ``calls`` are all schedule-stage calls, ``timestep`` the port of the input that carries t. ``cold``
     opens access to the calls' weights by call name. ``folded`` is what the engine holds: bit patterns
     and, call by call, tables [T, g, ...]; folded rows stay. Rows evaluated later are kept while they fit
-    into ``budget`` bytes, the least recently used leaving first.
+    into ``budget`` bytes, the least recently used leaving first. Groups on the host lie in ``host``.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class ModulationTables:
         stats: Stats,
         folded: tuple[Sequence[int], Iterable[tuple[str, Mapping[str, torch.Tensor]]]] = ((), ()),
         budget: int = TABLE_BYTES,
+        host: HostMemory | None = None,
     ) -> None:
         self._calls = tuple(calls)
         self._timestep = timestep
@@ -67,18 +75,26 @@ class ModulationTables:
         self._device = device
         self._stats = stats
         self._budget = budget
+        self._host = host
         self._entry_bytes = sum(group.nbytes for group in groups)
+        self._host_entry_bytes = sum(group.nbytes for group in groups if group.on_host)
         self._folded = self._absorb(*folded) if folded[0] else {}
         self._kept: OrderedDict[int, _Entry] = OrderedDict()
         self._last: tuple[tuple[int, ...], dict[str, torch.Tensor]] = ((), {})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows held, the last step's assembled tables included."""
+        """Bytes of all rows held on the device, the last step's assembled tables included."""
         entries = len(self._folded) + len(self._kept)
         keys, rows = self._last
-        assembled = nbytes(*rows.values()) if len(keys) > 1 else 0  # of one timestep they are its entry
-        return entries * self._entry_bytes + assembled
+        # Of one timestep, what lies on the device already is its entry.
+        assembled = [row for name, row in rows.items() if len(keys) > 1 or self._on_host(name)]
+        return entries * (self._entry_bytes - self._host_entry_bytes) + nbytes(*assembled)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all rows held on the host."""
+        return (len(self._folded) + len(self._kept)) * self._host_entry_bytes
 
     def select(self, timesteps: Sequence[float], check: Check) -> Mapping[str, torch.Tensor] | RowStream:
         """Every table value for one forward, by name: `rows`, or `stream` beyond `MANY_TIMESTEPS`."""
@@ -100,7 +116,10 @@ class ModulationTables:
         self._last = ((), {})  # first, so that two steps' tables never exist together
         self._evaluate(missing, check)
         entries = [self._entry(key) for key in keys]
-        assembled = [self._assemble([entry[i] for entry in entries]) for i in range(len(self._groups))]
+        assembled = [
+            self._assemble([self._on_device(entry.values[i]) for entry in entries])
+            for i in range(len(self._groups))
+        ]
         rows = {name: assembled[group][place] for name, (group, place) in self._places.items()}
         self._last = (keys, rows)
         self._evict(keep=keys)
@@ -171,25 +190,41 @@ class ModulationTables:
 
         Every entry has memory of its own, so that evicting one frees it.
         """
-        entries = [
-            tuple(
-                torch.empty((len(group.names), *group.shape), dtype=group.dtype, device=self._device)
-                for group in self._groups
-            )
-            for _ in keys
-        ]
+        entries = [self._empty() for _ in keys]
         absent = set(self._places)
         for call, tables in calls:
             for name, table in tables.items():
                 group, place = self._places.get(name, (-1, -1))
                 if group < 0 or tuple(table.shape) != (len(keys), *self._groups[group].shape):
                     raise EngineError(f"table {name} of {call} does not fit the program", _MEND)
-                for entry, row in zip(entries, table.to(self._device).unbind(), strict=True):
-                    entry[group][place].copy_(row)
+                home = "cpu" if self._groups[group].on_host else self._device
+                for entry, row in zip(entries, table.to(home).unbind(), strict=True):
+                    entry.values[group][place].copy_(row)
                 absent.discard(name)
         if absent:
             raise EngineError(f"the tables of {', '.join(sorted(absent)[:3])} are missing", _MEND)
         return dict(zip(keys, entries, strict=True))
+
+    def _empty(self) -> _Entry:
+        """An entry to be filled."""
+        values: list[torch.Tensor] = []
+        buffers: list[HostBuffer] = []
+        for group in self._groups:
+            shape = (len(group.names), *group.shape)
+            if not group.on_host:
+                values.append(torch.empty(shape, dtype=group.dtype, device=self._device))
+                continue
+            assert self._host is not None, "groups on the host need host memory"
+            buffers.append(self._host.take(group.nbytes))
+            values.append(buffers[-1].data.view(group.dtype).view(shape))
+        return _Entry(tuple(values), tuple(buffers))
+
+    def _on_host(self, name: str) -> bool:
+        return self._groups[self._places[name][0]].on_host
+
+    def _on_device(self, value: torch.Tensor) -> torch.Tensor:
+        # From pinned memory the host does not wait; from pageable memory it does.
+        return value.to(self._device, non_blocking=True)
 
     def _assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[count, g, ...] of M timesteps as one [count, M * g, ...]: a single kernel, or none for M = 1."""

@@ -1,31 +1,55 @@
-"""An engine's weights on the device: step and request ranges resident, schedule ranges cold."""
+"""An engine's weights on the device: those that stay there, and the cold ones that pass through."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from h3compile.engine.layout import view
 from h3compile.engine.manifest import RangeRecord
+from h3compile.runtime.lanes import DONE, Ticket
 from h3compile.runtime.pool import Pool
+from h3compile.runtime.sharding import WHOLE, Sharding
 
 if TYPE_CHECKING:
     from h3compile.engine.loader import EngineFolder
 
-__all__ = ["LoadWeights", "Weights"]
+__all__ = ["DeviceRange", "LoadWeights", "Weights", "range_key", "views"]
 
 # A call's range by name -> its weights, in the order of the region's weight ports.
 LoadWeights = Callable[[str], tuple[torch.Tensor, ...]]
 
 
-class _Buffer:
-    """One range's bytes on the device. An object of its own because the pool holds it weakly."""
+class DeviceRange:
+    """A range's place on the device, one for all engines there that have the same bytes."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
+        self._lock = threading.Lock()
+        self._filled: Ticket | None = None
+
+    @property
+    def filled(self) -> bool:
+        """Whether the bytes are there, or on their way."""
+        return self._filled is not None
+
+    def fill(self, copy: Callable[[torch.Tensor], Ticket]) -> None:
+        """Has ``copy`` bring the bytes; where somebody else brought them, waits until they are there."""
+        with self._lock:
+            if self._filled is None:
+                self._filled = copy(self.data)
+                return
+        self.wait()
+
+    def wait(self) -> None:
+        """Returns when the bytes are there; somebody must have begun to bring them."""
+        assert self._filled is not None, "nobody fills this range"
+        self._filled.wait()
 
 
 class _Lane:
@@ -41,21 +65,24 @@ class _Lane:
         if device.type == "cuda":
             self._staging = torch.empty(capacity, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def bring(self, name: str, out: torch.Tensor) -> None:
+    def bring(self, name: str, out: torch.Tensor) -> Ticket:
         """Fills ``out`` with the bytes of range ``name``."""
         if self._staging is None:
             self._folder.load_range(self._partition, name, out)
-            return
+            return DONE
         host = self._staging[: out.numel()]
         self._folder.load_range(self._partition, name, host)
         out.copy_(host)  # blocking: the staging buffer is free again afterwards
+        return DONE
 
 
 class Weights:
     """The ranges of one partition.
 
     Those named ``resident`` are loaded at once, one copy a range, and shared through ``pool`` with every
-    other engine on this device that has the same bytes. The others are read by `cold` when needed.
+    other engine on this device that has the same bytes. Those named ``later`` get their place now, as
+    ``sharding`` gathers them, and their bytes from whoever fills `place`. The others are read by `cold`
+    when needed.
     """
 
     def __init__(
@@ -65,36 +92,32 @@ class Weights:
         device: torch.device,
         pool: Pool,
         resident: Collection[str],
+        later: Collection[str] = (),
+        sharding: Sharding = WHOLE,
     ) -> None:
         self._folder = folder
         self._partition = partition
         self._device = device
         self._records = folder.manifest.partitions[partition].ranges
-        self._buffers: dict[str, _Buffer] = {}
-        lane: _Lane | None = None
+        self._buffers = {name: self._place(name, pool, WHOLE) for name in resident}
+        self._buffers |= {name: self._place(name, pool, sharding) for name in later}
+        lane = self._lane([name for name in resident if not self._buffers[name].filled])
         for name in resident:
-            record = self._records[name]
-
-            def make(name: str = name, record: RangeRecord = record) -> _Buffer:
-                nonlocal lane
-                if lane is None:
-                    lane = self._lane(resident)
-                data = torch.empty(record.nbytes, dtype=torch.uint8, device=device)
-                lane.bring(name, data)
-                return _Buffer(data)
-
-            key = range_key(folder, partition, name, device)
-            self._buffers[name] = pool.share(key, _Buffer, make)
+            self._buffers[name].fill(partial(lane.bring, name))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the resident ranges, each counted once."""
+        """Bytes of the ranges that have a place on the device, each counted once."""
         distinct = {id(buffer): buffer.data.nbytes for buffer in self._buffers.values()}
         return sum(distinct.values())
 
     def resident(self, name: str) -> tuple[torch.Tensor, ...]:
         """The weights of a resident range, as views into its buffer."""
-        return _views(self._buffers[name].data, self._records[name])
+        return views(self._buffers[name].data, self._records[name])
+
+    def place(self, name: str) -> DeviceRange:
+        """Where a range stays on the device."""
+        return self._buffers[name]
 
     @contextmanager
     def cold(self, names: Collection[str]) -> Iterator[LoadWeights]:
@@ -110,22 +133,31 @@ class Weights:
             record = self._records[name]
             out = data[: record.nbytes]
             lane.bring(name, out)
-            return _views(out, record)
+            return views(out, record)
 
         yield load
+
+    def _place(self, name: str, pool: Pool, sharding: Sharding) -> DeviceRange:
+        def make() -> DeviceRange:
+            nbytes = sharding.gathered(self._records[name].nbytes)
+            return DeviceRange(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
+        key = range_key(self._folder, self._partition, name, f"{self._device}{sharding.name}")
+        return pool.share(key, DeviceRange, make)
 
     def _lane(self, names: Collection[str]) -> _Lane:
         capacity = max((self._records[name].nbytes for name in names), default=0)
         return _Lane(self._folder, self._partition, self._device, capacity)
 
 
-def range_key(folder: EngineFolder, partition: str, name: str, device: torch.device) -> tuple[str, ...]:
-    """What a range is shared by: its digest, or its place in this very engine when it has none."""
+def range_key(folder: EngineFolder, partition: str, name: str, where: str) -> tuple[str, ...]:
+    """What a range is shared by ``where`` it lies: its digest, or its place in an engine that has none."""
     record = folder.manifest.partitions[partition].ranges[name]
     if record.identity is None:
-        return ("range", str(device), folder.digest, partition, name)
-    return ("range", str(device), record.identity)
+        return ("range", where, folder.digest, partition, name)
+    return ("range", where, record.identity)
 
 
-def _views(data: torch.Tensor, record: RangeRecord) -> tuple[torch.Tensor, ...]:
+def views(data: torch.Tensor, record: RangeRecord) -> tuple[torch.Tensor, ...]:
+    """The weights of a range whose bytes begin at ``data``, flat uint8 of its length or longer."""
     return tuple(view(data, slot) for slot in record.slots)

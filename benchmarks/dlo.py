@@ -1,0 +1,461 @@
+"""What streaming costs: blocks that pass through two slots, against the same engine with all resident.
+
+    python benchmarks/dlo.py --out results --kinds bf16
+    python benchmarks/dlo.py --out results --kinds fp8 --peer-layers 0
+    python benchmarks/dlo.py --out results --width tiny --layers 6     # a dry run of all of it, on a CPU
+
+An engine of two layers is built from a random checkpoint and deepened: the calls of its last block are
+repeated, each with weights of its own in memory, read from one file. So 50 layers need the disk of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from whole_model import FP32, request, second_timestep
+
+import h3compile
+from h3compile.engine.loader import open_engine
+from h3compile.engine.manifest import CallRecord
+from h3compile.engine.writer import EngineWriter
+from h3compile.plan.residency import prefix, spaced
+from h3compile.plan.schedule import Compute, Copy, Gather, Schedule
+from h3compile.plan.simulate import simulate, steady_step_seconds
+from h3compile.runtime.module import CompiledTransformer
+from h3compile.runtime.pinned import HostBuffer
+
+TINY = {
+    "num_attention_heads": 8, "attention_head_dim": 16, "hidden_size": 80, "ffn_dim": 208, "text_dim": 64,
+    "freq_dim": 32, "time_embed_hidden_dim": 112, "time_embed_dim": 48, "rope_freq_dim": 2,
+}  # fmt: skip
+
+# Rows of a latent frame, latent frames, rows of sound; the last canvas is too small to hide copies behind.
+CANVASES = {"37760": (1008, 37, 414), "11000": (285, 37, 414), "5792": (144, 37, 414)}
+TINY_CANVASES = {"37760": (24, 7, 10), "11000": (12, 7, 10), "5792": (4, 7, 10)}
+
+Inputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and at which width the benchmark runs."""
+
+    device: torch.device
+    tiny: bool
+    layers: int
+    rounds: int
+    out: Path
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def inputs(self, canvas: str) -> Inputs:
+        shape = (TINY_CANVASES if self.tiny else CANVASES)[canvas]
+        times = [second_timestep(50, shift) for shift in (12.0, 3.0)]
+        return request(
+            *shape, times, device=str(self.device), text_dim=TINY["text_dim"] if self.tiny else 5120
+        )
+
+    def synchronize(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """A call, by name, median: the runs take turns, so that the card is as warm for each."""
+        samples: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            run()
+        for _ in range(self.rounds):
+            for name, run in runs.items():
+                self.synchronize()
+                begun = time.perf_counter()
+                run()
+                self.synchronize()
+                samples[name].append((time.perf_counter() - begun) * 1e3)
+        return {name: statistics.median(values) for name, values in samples.items()}
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Bytes of the device that are allocated at most while ``run`` runs."""
+        if not self.gpu:
+            run()
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def diffusers_model(setup: Setup, layers: int) -> torch.nn.Module:
+    """Diffusers' transformer with its own random initialization."""
+    from diffusers import MiniMaxH3Transformer3DModel
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with setup.device:
+        model = MiniMaxH3Transformer3DModel(num_layers=layers, **(TINY if setup.tiny else {}))
+    torch.set_default_dtype(torch.float32)
+    for name in FP32:
+        getattr(model, name).float()
+    frequencies = TINY["rope_freq_dim"] if setup.tiny else 16
+    model.rope = type(model.rope)(frequencies, 10000.0).to(setup.device)  # its buffer must be FP32
+    return model.eval().requires_grad_(False)
+
+
+# --- an engine as deep as the model is, from one of two layers ---
+
+
+def deepened(path: Path, output: Path, layers: int) -> Path:
+    """The engine at ``path`` with its last block repeated until there are ``layers``."""
+    folder = open_engine(path, verify=False)
+    manifest = folder.manifest
+    partition = manifest.partitions["transformer"]
+    blocks = [call for call in manifest.calls if call.region == "block"]
+    last, count = blocks[-1], len(blocks)
+    more = range(count, layers)
+
+    def name(text: str, layer: int) -> str:
+        here, before = f"block.{last.index}.", f"block.{last.index - 1}."
+        if text.startswith(here):
+            return f"block.{layer}.{text.removeprefix(here)}"
+        return f"block.{layer - 1}.{text.removeprefix(before)}" if text.startswith(before) else text
+
+    def copy(call: CallRecord, layer: int) -> CallRecord:
+        inputs, outputs = ([name(value, layer) for value in values] for values in (call.inputs, call.outputs))
+        given = {"index": layer, "inputs": tuple(inputs), "outputs": tuple(outputs)}
+        return call.model_copy(update={**given, "range": f"{call.region}.{layer}"})
+
+    calls: list[CallRecord] = []
+    ranges = {key: value.model_copy(update={"sha256": None}) for key, value in partition.ranges.items()}
+    for call in manifest.calls:
+        if call.region == "head":
+            call = call.model_copy(update={"inputs": tuple(_renamed(v, last, layers) for v in call.inputs)})
+        calls.append(call)
+        if call.region in ("block", "block.schedule") and call.index == last.index:
+            calls += [copy(call, layer) for layer in more]
+            ranges |= {f"{call.region}.{layer}": ranges[f"{call.region}.{last.index}"] for layer in more}
+    assert partition.tables is not None
+    with EngineWriter(output) as writer:
+        writer.adopt(path, manifest.files, skip=["engine.json"])
+        files = dict(partition.tables.files)
+        stem = f"block.schedule.{last.index}"
+        rows = load_file(path / files[stem])
+        for layer in more:
+            files[f"block.schedule.{layer}"] = f"tables/transformer/block.schedule.{layer}.safetensors"
+            values = {name(value, layer): row for value, row in rows.items()}
+            writer.write_tensors(files[f"block.schedule.{layer}"], values)
+        tables = partition.tables.model_copy(update={"files": files})
+        deeper = partition.model_copy(update={"ranges": ranges, "tables": tables})
+        listed = [value for value in manifest.tables if value.startswith(f"block.{last.index}.")]
+        update = {
+            "calls": tuple(calls),
+            "tables": (*manifest.tables, *(name(value, layer) for layer in more for value in listed)),
+            "partitions": {"transformer": deeper},
+            "plan": None,
+        }
+        writer.commit(manifest.model_copy(update=update))
+    return output
+
+
+def _renamed(value: str, last: CallRecord, layers: int) -> str:
+    here = f"block.{last.index}."
+    return f"block.{layers - 1}.{value.removeprefix(here)}" if value.startswith(here) else value
+
+
+# --- what is measured ---
+
+
+def link_rate(setup: Setup, nbytes: int) -> float:
+    """Bytes a second of one flat copy from locked host memory, the machine's own rate."""
+    source = HostBuffer(nbytes, setup.device if setup.gpu else None).data
+    source.fill_(1)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=setup.device)
+    took = setup.milliseconds({"copy": lambda: target.copy_(source, non_blocking=True)})["copy"]
+    return nbytes / took * 1e3
+
+
+def load(path: Path, kept: Sequence[str], share: CompiledTransformer | None = None) -> CompiledTransformer:
+    return h3compile.load(path, resident=tuple(kept), verify=False, share=share)
+
+
+def measure(setup: Setup, path: Path, note: Callable[[str, object], None], kind: str) -> None:
+    """Everything about one engine."""
+    begun = time.perf_counter()
+    module = load(path, ())
+    note(f"{kind}_load_returns_s", time.perf_counter() - begun)
+    note(f"{kind}_first_forward_streamed_s", first_forward(setup, module))
+    note(f"{kind}_host_bytes", module.stats.bytes_host)
+    streamed_against_resident(setup, path, module, note, kind)
+    gc.collect()
+    largest = module.manifest.partitions["transformer"].ranges["block.0"].nbytes
+    rate = link_rate(setup, largest)
+    note(f"{kind}_link_bytes_a_second", rate)
+    spaced_against_prefix(setup, path, module, note, kind)
+    timeline(setup, module, rate, note, kind)
+    memory(setup, module, note, kind)
+
+
+def first_forward(setup: Setup, module: CompiledTransformer) -> float:
+    """Seconds of the forward behind which the weights are read."""
+    begun = time.perf_counter()
+    module(**setup.inputs("5792"))
+    setup.synchronize()
+    return time.perf_counter() - begun
+
+
+def streamed_against_resident(
+    setup: Setup, path: Path, module: CompiledTransformer, note: Callable[[str, object], None], kind: str
+) -> None:
+    """Zero residents beside all of them: bits and steps."""
+    whole = load(path, [f"block.{i}" for i in range(setup.layers)])
+    note(f"{kind}_first_forward_resident_s", first_forward(setup, whole))
+    for canvas in ("37760", "11000"):
+        inputs = setup.inputs(canvas)
+        ours, theirs = module(**inputs), whole(**inputs)
+        note(f"{kind}_{canvas}_equal_bits", all(map(torch.equal, ours, theirs)))
+        note(f"{kind}_{canvas}_finite", all(bool(output.isfinite().all()) for output in ours))
+        runs = {"resident": lambda i=inputs: whole(**i), "streamed": lambda i=inputs: module(**i)}
+        times = setup.milliseconds(runs)
+        note(f"{kind}_{canvas}_ms", times)
+        note(f"{kind}_{canvas}_over_resident", times["streamed"] / times["resident"])
+
+
+def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, object], None], kind: str) -> None:
+    """What the device held at most, beside the plan's figure; nothing else of ours is alive."""
+    if not setup.gpu or setup.tiny:
+        return
+    from h3compile.plan.memory import activation_bytes
+    from h3compile.plan.work import released
+
+    work = released("fuse,fp8" if kind == "fp8" else "fuse")
+    for canvas in ("37760", "11000"):
+        inputs = setup.inputs(canvas)
+        given = sum(value.nbytes for value in inputs.values())
+        alive = torch.cuda.memory_allocated()
+        peak = setup.peak(lambda i=inputs: module(**i))
+        rows = {
+            "rows": len(inputs["token_tags"]),
+            "text_rows": len(inputs["text_indices"]),
+            "video_rows": len(inputs["video_indices"]),
+            "audio_rows": len(inputs["audio_indices"]),
+            "timesteps": len(inputs["timestep"]),
+        }
+        planned = module.stats.bytes_resident + given + activation_bytes(work, rows, "step")
+        note(f"{kind}_{canvas}_device", {"planned": planned, "peak": peak, "held_before": alive})
+        note(f"{kind}_{canvas}_peak_over_plan", peak / planned)
+
+
+def spaced_against_prefix(
+    setup: Setup, path: Path, streamed: CompiledTransformer, note: Callable[[str, object], None], kind: str
+) -> None:
+    """Which blocks stay, where copies do not hide; zero residents in the same run."""
+    blocks = [f"block.{i}" for i in range(setup.layers)]
+    inputs = setup.inputs("5792")
+    found: dict[str, float] = {}
+    for share in (0.25, 0.5):
+        count = round(share * setup.layers)
+        plans = {"spaced": spaced(blocks, count), "prefix": prefix(blocks, count)}
+        # Host memory is shared with the module that streams all of them.
+        modules = {name: load(path, kept, share=streamed) for name, kept in plans.items()}
+        runs = {f"{share:.0%} {name}": lambda m=m: m(**inputs) for name, m in modules.items()}
+        before = streamed.stats.bytes_copied
+        times = setup.milliseconds({"none": lambda: streamed(**inputs), **runs})
+        each = (streamed.stats.bytes_copied - before) / (setup.rounds + 1)
+        found |= times
+        note(f"{kind}_copy_rate_5792_rows", each / times["none"] * 1e3)
+        del modules, runs
+        gc.collect()
+    note(f"{kind}_which_residents_5792_rows_ms", found)
+
+
+# --- the timeline ---
+
+Lane = list[tuple[float, float]]
+
+
+def timeline(
+    setup: Setup, module: CompiledTransformer, rate: float, note: Callable[[str, object], None], kind: str
+) -> None:
+    """Copies and kernels of a step as the profiler saw them, beside the simulation of its schedule."""
+    residency = module.residency
+    assert residency is not None
+    inputs = setup.inputs("11000")
+    module(**inputs)
+    copies, kernels = profiled(setup, lambda: module(**inputs))
+    ranges = module.manifest.partitions["transformer"].ranges
+    step = [f"{call.region}.{call.index}" for call in module.manifest.calls if call.stage == "step"]
+    busy = sum(end - start for start, end in kernels) or 1e-3 * setup.layers
+
+    def seconds(operation: Compute | Copy | Gather) -> float:
+        if isinstance(operation, Compute):
+            return busy / setup.layers if operation.call in residency.blocks else 0.0
+        return ranges[operation.call].nbytes / rate
+
+    schedule = Schedule(step, (), residency, loaded=True)
+    first = list(schedule.step())
+    begin = max(span.end for span in simulate(first, seconds).on("compute"))
+    both = simulate([*first, *schedule.step()], seconds)
+    simulated = {
+        stream: [(max(s.start - begin, 0.0), s.end - begin) for s in both.on(stream) if s.end > begin]
+        for stream in ("compute", "copy")
+    }
+    measured = {"compute": kernels, "copy": copies}
+    note(f"{kind}_11000_simulated_ms", steady_step_seconds(step, residency, seconds) * 1e3)
+    if copies:
+        nbytes = statistics.mean(ranges[name].nbytes for name in residency.streamed)
+        found = statistics.median(
+            nbytes / (end - start) for start, end in copies if end - start > 0.5 * nbytes / rate
+        )
+        note(f"{kind}_11000_copy_rate", found)
+        note(f"{kind}_11000_copy_rate_over_link", found / rate)
+    lanes = {"measured": measured, "simulated": simulated}
+    (setup.out / f"dlo_timeline_{kind}.json").write_text(json.dumps(lanes))
+    draw(setup.out / f"dlo_timeline_{kind}.svg", lanes)
+
+
+def profiled(setup: Setup, run: Callable[[], object]) -> tuple[Lane, Lane]:
+    """When copies and kernels ran, in seconds from the first kernel; kernels that touch are one."""
+    if not setup.gpu:
+        return [], []
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    spans = [(e.time_range.start * 1e-6, e.time_range.end * 1e-6, "HtoD" in e.name) for e in events]
+    begin = min(start for start, _, copied in spans if not copied)
+    copies = sorted(
+        (start - begin, end - begin) for start, end, copied in spans if copied and end - start > 1e-4
+    )
+    merged: Lane = []
+    for start, end in sorted((start - begin, end - begin) for start, end, copied in spans if not copied):
+        if merged and start - merged[-1][1] < 2e-4:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return copies, merged
+
+
+def draw(path: Path, lanes: Mapping[str, Mapping[str, Lane]]) -> None:
+    """The first quarter of a second or so of both timelines, one above the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "h3compile"
+    figure, axes = plt.subplots(2, 1, figsize=(10, 3.6), sharex=True, layout="constrained")
+    colors = {"compute": ("#2f6f9f", "#7fb2d6"), "copy": ("#b5651d", "#e3a765")}
+    ends = [end for found in lanes.values() for lane in found.values() for _, end in lane]
+    shown = min(0.3, max(ends, default=0.3)) * 1e3
+    for axis, (label, found) in zip(axes, lanes.items(), strict=True):
+        for row, (stream, spans) in enumerate(found.items()):
+            bars = [(start * 1e3, (end - start) * 1e3) for start, end in spans if start * 1e3 < shown]
+            axis.broken_barh(bars, (row + 0.1, 0.8), facecolors=colors[stream])
+        axis.set_yticks([0.5, 1.5], list(found))
+        axis.set_ylim(2, 0)
+        axis.set_title(label, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlim(0, shown)
+    axes[-1].set_xlabel("ms from the first kernel of a step (11,000 rows, no block resident, 2 slots)")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+# --- a peer ---
+
+
+def group_offload(setup: Setup, layers: int, note: Callable[[str, object], None]) -> None:
+    """Diffusers' group offload, block by block with streams, against the same model on the device."""
+    model = diffusers_model(setup, layers)
+    requests = {canvas: setup.inputs(canvas) for canvas in ("37760", "11000")}
+    found: dict[str, dict[str, float]] = {}
+    for canvas, inputs in requests.items():
+        found[canvas] = setup.milliseconds({"resident": lambda i=inputs: model(**i, return_dict=False)})
+    from diffusers.hooks import apply_group_offloading
+
+    apply_group_offloading(
+        model,
+        onload_device=setup.device,
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        use_stream=setup.gpu,
+        record_stream=setup.gpu,
+    )
+    for canvas, inputs in requests.items():
+        found[canvas] |= setup.milliseconds({"offloaded": lambda i=inputs: model(**i, return_dict=False)})
+        note(f"diffusers_{layers}_layers_{canvas}_ms", found[canvas])
+        note(f"diffusers_{canvas}_over_resident", found[canvas]["offloaded"] / found[canvas]["resident"])
+
+
+@contextmanager
+def section(name: str, note: Callable[[str, object], None]) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    note(f"section_{name}_s", round(time.perf_counter() - begun, 1))
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=50)
+    parser.add_argument(
+        "--peer-layers", type=int, default=10, help="layers of Diffusers' model; 0: leave it out"
+    )
+    parser.add_argument("--width", choices=("released", "tiny"), default="released")
+    parser.add_argument("--kinds", default="bf16,fp8")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    setup = Setup(device, options.width == "tiny", options.layers, options.rounds, options.out)
+    result: dict[str, object] = {"layers": options.layers, "width": options.width, "device": str(device)}
+    if setup.gpu:
+        result["device"] = torch.cuda.get_device_name()
+
+    def note(name: str, value: object) -> None:
+        result[name] = value
+        print(name, value, flush=True)
+        # At once: what was measured is kept when a later part fails.
+        path = options.out / f"dlo_{options.kinds.replace(',', '_')}.json"
+        path.write_text(json.dumps(result, indent=1))
+
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        with section("checkpoint", note):
+            diffusers_model(setup, 2).save_pretrained(scratch / "model" / "transformer", max_shard_size="2GB")
+        for kind in options.kinds.split(","):
+            with section(f"build_{kind}", note):
+                backend = "inductor" if setup.gpu else "eager"
+                passes = "fp8" if kind == "fp8" else ""
+                built = scratch / f"{kind}.h3e"
+                h3compile.build(str(scratch / "model"), passes=passes, backend=backend, output=built)
+                deep = deepened(built, scratch / f"{kind}_deep.h3e", setup.layers)
+            with section(f"measure_{kind}", note):
+                measure(setup, deep, note, kind)
+        if options.peer_layers:
+            with section("diffusers", note):
+                group_offload(setup, options.peer_layers, note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The pass `dlo` that is not told how many blocks stay asks the planner, about the program that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from h3compile.errors import BuildError, H3CompileError
+from h3compile.passes.canonicalize import Canonicalize
+from h3compile.passes.dlo import Dlo
+from h3compile.passes.fold_schedule import FoldSchedule
+from h3compile.passes.fuse import Fuse
+from h3compile.passes.hoist import Hoist
+from h3compile.passes.outline import Outline
+from h3compile.pipeline.manager import Manager
+from h3compile.plan.choose import fastest_residency
+from h3compile.plan.shapes import Clip
+from h3compile.plan.work import released
+from h3compile.program.program import Program
+from h3compile.targets import find_target
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def program(traced: Callable[[torch.dtype], Program]) -> Program:
+    passes = (Canonicalize(), Outline(), Hoist(), FoldSchedule(), Fuse())
+    return Manager(passes).run(traced(torch.bfloat16), find_target("rtx-4090"))[0]
+
+
+def test_a_model_that_fits_stays_whole(program: Program) -> None:
+    found = Dlo().apply(program, find_target("rtx-4090")).program.residency
+    assert found is not None and not found.streamed and len(found.blocks) == 4
+
+
+def test_a_budget_is_kept_for_the_released_model() -> None:
+    target = find_target("h200")
+    whole, less = fastest_residency(released(), target), fastest_residency(released(), target, hbm=30 * GIB)
+    assert not whole.streamed and less.streamed
+    # A small canvas does not hide its copies: what there is of the device is used.
+    small = Clip(480, 256)
+    tight, wide = (fastest_residency(released(), target, hbm=n * GIB, clip=small) for n in (6, 40))
+    assert len(tight.resident) < len(wide.resident) < 50
+
+
+def test_an_impossible_budget_is_one_line(program: Program) -> None:
+    with pytest.raises(H3CompileError, match=r"no plan fits 0\.0 GiB of a rtx-4090: the smallest takes "):
+        Dlo(hbm="1MiB").apply(program, find_target("rtx-4090"))
+
+
+def test_a_target_that_does_not_say_how_fast_it_is_is_refused(program: Program) -> None:
+    with pytest.raises(H3CompileError, match="cpu has no rate for bandwidth"):
+        Dlo().apply(program, find_target("cpu"))
+
+
+def test_it_chooses_for_one_device(program: Program) -> None:
+    with pytest.raises(BuildError, match="dlo chooses for one device, which has no mode=allgather"):
+        Dlo(mode="allgather").apply(program, find_target("b300"))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"hbm": "12"}, "hbm: '12' is no amount of memory: write it like 24GiB or 24GB"),
+        (
+            {"hbm": "12GiB", "resident": 3},
+            "hbm chooses the number of resident blocks: leave resident or hbm out",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, str | int], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        Dlo(**options)  # type: ignore[arg-type]
