@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from h3compile.backends.base import Backend
-from h3compile.backends.providers import check_providers
+from h3compile.backends.providers import check_legal, check_providers
 from h3compile.backends.select import select
 from h3compile.engine.layout import copied_nbytes, fill, range_digest
 from h3compile.engine.links import record_files
@@ -24,6 +24,8 @@ from h3compile.engine.manifest import Manifest, PartitionRecord, PassRecord, Ran
 from h3compile.engine.records import (
     call_records,
     dim_records,
+    parallel_record,
+    plan_record,
     port_record,
     range_of,
     region_record,
@@ -60,7 +62,7 @@ from h3compile.runtime.fold import ScheduleCall, fold
 from h3compile.runtime.timesteps import to_bits
 from h3compile.targets import Target, present, resolve_target
 
-__all__ = ["BuildConfig", "build"]
+__all__ = ["BuildConfig", "build", "configured"]
 
 
 class BuildConfig(BaseModel):
@@ -105,6 +107,18 @@ class BuildConfig(BaseModel):
         return partitions
 
 
+def configured(options: Mapping[str, object]) -> BuildConfig:
+    """The options of a build, checked; `BuildError` with the first complaint in one line."""
+    try:
+        return BuildConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(str(part) for part in first["loc"]) or "options"
+        if first["type"] == "value_error":  # our own sentence, which says it all
+            raise BuildError(option, first["msg"].removeprefix("Value error, ")) from error
+        raise BuildError(f"{option} cannot be {first['input']!r}", first["msg"]) from error
+
+
 def build(
     model: str = RELEASE,
     *,
@@ -127,20 +141,22 @@ def build(
     Returns the finished engine, opened. Raises `H3CompileError` with one line for everything a user can
     get wrong; whatever happens, nothing half-written stays behind.
     """
-    config = BuildConfig(
-        model=model,
-        passes=passes,
-        target=target,
-        output=Path(output) if output is not None else None,
-        backend=backend,
-        steps=tuple(steps),
-        partitions=tuple(partitions),
-        weightless=weightless,
-        link=link,
-        overwrite=overwrite,
-        allow=tuple(allow),
-        providers=dict(providers or {}),
-        dump=dump,
+    config = configured(
+        {
+            "model": model,
+            "passes": passes,
+            "target": target,
+            "output": output,
+            "backend": backend,
+            "steps": steps,
+            "partitions": partitions,
+            "weightless": weightless,
+            "link": link,
+            "overwrite": overwrite,
+            "allow": allow,
+            "providers": providers or {},
+            "dump": dump,
+        }
     )
     return _Build(config, progress or Silent()).run()
 
@@ -153,6 +169,11 @@ class _Build:
         self.target: Target = resolve_target(config.target)
         self.backend: Backend = select(config.backend)
         check_providers(config.providers)
+        if config.providers and not (self.backend.lowers and self.target.kind == "cuda"):
+            raise BuildError(
+                f"{self.target.name} with the backend {self.backend.name} takes no providers",
+                "leave them out, or build for a GPU with inductor",
+            )
         chosen, _ = resolve(config.passes, Registry.default())
         for item in chosen:
             item.check(config.partitions)
@@ -248,12 +269,13 @@ class _Build:
         ]
         if not self.backend.lowers:
             return Lowered({}, ())
+        check_legal(work, program.dims, self.target.arch, self.config.providers)
         if not present(self.target):
             self._note(f"{self.target.name} is not in this machine: run `h3compile finalize` where it is")
             return Lowered({}, tuple(region.name for region in work))
         self._phase("lower", len(work))
         return lower(
-            work, program.facts.dims, self.backend, self.target, writer, self.progress, self.config.providers
+            work, program.dims, self.backend, self.target, writer, self.progress, self.config.providers
         )
 
     def _weights(
@@ -340,12 +362,14 @@ class _Build:
             inputs=tuple(map(port_record, program.inputs)),
             input_stages={name: stage.value for name, stage in program.input_stages.items()},
             outputs=program.outputs,
-            dims=dim_records(facts),
+            dims=dim_records(program),
             regions=tuple(r.model_copy(update={"artifact": lowered.artifacts.get(r.name)}) for r in regions),
             calls=call_records(program),
             tables=program.tables,
             variants=variant_records(program),
             measures=program.measures,
+            plan=plan_record(program),
+            parallel=parallel_record(program),
             partitions=dict(partitions),
             passes=tuple(
                 PassRecord(spelled=run.spelled, tier=run.tier.value, matches=run.matches) for run in runs

@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["BuildError", "CheckpointError", "EngineError", "H3CompileError", "Interrupted", "nearest"]
+__all__ = [
+    "BuildError",
+    "CheckpointError",
+    "EngineError",
+    "H3CompileError",
+    "Interrupted",
+    "RankFailure",
+    "nearest",
+]
 
 
 class H3CompileError(Exception):
@@ -31,6 +39,19 @@ class EngineError(H3CompileError):
 
 class Interrupted(H3CompileError):
     """The caller asked for a stop and the work ended at the next safe point."""
+
+
+class RankFailure(H3CompileError):
+    """One of several ranks failed, ended or hangs, and none of them can go on.
+
+    ``rank`` is the one at fault where that is known. ``mine``: this process found it first, and is the one
+    to report it.
+    """
+
+    def __init__(self, cause: str, mend: str = "", *, rank: int | None = None, mine: bool = False) -> None:
+        super().__init__(cause, mend)
+        self.rank = rank
+        self.mine = mine
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -185,6 +185,8 @@ def facts_for(config: Config, dtypes: Mapping[str, torch.dtype]) -> ModelFacts:
             # The refiner's attention is short and runs once a request: it stays dense.
             "sage": {"attention": layers},
             "skip": {"attention": layers},
+            # The refiner's rows are few, and every rank computes them.
+            "sp": {"attention": layers, "packed": 1, "gathered": 1},
         },
         unquantized=UNQUANTIZED_MODULES,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -56,6 +60,67 @@ def transformers_of(
         return loaded[dtype, partition]
 
     return of
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path) -> Callable[..., list[object]]:
+    """A function that runs ``work(rank)`` in ``count`` processes joined by gloo, and returns the results.
+
+    The processes are forks: ``work`` may read whatever the test has. The group has the names of all groups
+    that programs exchange in; with ``ring`` it is that many rings of stretches.
+    """
+
+    def run(count: int, work: Callable[[int], object], ring: int = 1) -> list[object]:
+        folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        fork = multiprocessing.get_context("fork")
+        children = [fork.Process(target=_rank, args=(r, count, ring, work, folder)) for r in range(count)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(_RANK_SECONDS)
+        hung = [child for child in children if child.is_alive()]
+        for child in hung:
+            child.kill()
+        failures = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        assert not failures, failures[0]
+        assert not hung and all(child.exitcode == 0 for child in children), [c.exitcode for c in children]
+        return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+
+    return run
+
+
+_RANK_SECONDS = 120
+
+
+def _rank(rank: int, count: int, ring: int, work: Callable[[int], object], folder: Path) -> None:
+    import torch.distributed as dist
+
+    from h3compile.ops.exchange_groups import ALL, RING, ULYSSES, name_group
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=_RANK_SECONDS),
+        )
+        ulysses = count // ring
+        stretches = [list(range(i * ulysses, (i + 1) * ulysses)) for i in range(ring)]
+        rings = [list(range(i, count, ulysses)) for i in range(ulysses)]
+        assert dist.group.WORLD is not None
+        name_group(ALL, dist.group.WORLD)
+        for name, groups in ((ULYSSES, stretches), (RING, rings)):
+            mine, _ = dist.new_subgroups_by_enumeration(groups)
+            name_group(name, mine)
+        torch.save(work(rank), folder / f"{rank}.pt")
+        dist.barrier()  # whoever ends first takes the connections of the others along
+    except BaseException:
+        (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise SystemExit(1) from None
 
 
 @pytest.fixture(scope="session")

@@ -26,11 +26,12 @@ LOWER: dict[str, set[str]] = {
     "ops": {"targets"},
     "models": {"program"},
     "pipeline": {"program", "targets"},
-    "passes": {"pipeline", "program", "targets", "ops"},
+    "plan": {"targets", "program", "ops"},
+    "passes": {"pipeline", "program", "targets", "ops", "plan"},
     "backends": {"program", "ops", "targets", "engine"},
     "engine": {"program", "targets"},
-    "runtime": {"engine", "program", "ops", "targets"},
-    "quality": {"engine", "program", "pipeline", "runtime"},
+    "runtime": {"engine", "program", "ops", "targets", "plan"},
+    "quality": {"engine", "program", "pipeline", "runtime", "plan", "ops", "targets"},
 }
 # The drivers, which see all of them, and the command line, which sees the drivers too.
 ARROWS = LOWER | {
@@ -54,6 +55,7 @@ LIBRARIES: dict[str, set[str]] = {
     "typer": {"cli"},
     "rich": {"cli"},
     "jinja2": {"quality"},
+    "matplotlib": {"plan"},
 }
 
 

@@ -128,6 +128,10 @@ EXAMPLES = {
         "mean difference of a pixel: ",
     ),
     "interrupt": ("the forward was stopped after ", "the next request: 2 forwards, 5.17 s"),
+    "torchrun": ("2 forwards on 2 ranks, ",),
+    "server_ranks": ("'the tide comes in': ", "'': 400 the prompt is empty", "the server ended with 0"),
+    "ray_replicas": (),  # it needs Ray, and says so where that is missing
+    "plan": ("| `rtx-4090` | BF16 | ", "| `8xb300` | fp8 | "),
 }
 
 

@@ -8,22 +8,16 @@ from typing import Annotated
 
 import typer
 
+from h3compile.cli.asked import Model
 from h3compile.cli.console import device, facts, stdout
 from h3compile.cli.progress import shown
-from h3compile.cli.recipe import invalid, merged, named_providers, read_recipe
+from h3compile.cli.recipe import merged, named_providers, read_recipe
 
 __all__ = ["build"]
 
 
 def build(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A checkpoint folder, or a repository in the local Hugging Face cache.  "
-            "[default: MiniMaxAI/MiniMax-H3]",
-        ),
-    ] = None,
+    model: Model = None,
     passes: Annotated[
         str | None,
         typer.Option(
@@ -38,6 +32,14 @@ def build(
         str | None,
         typer.Option(
             metavar="NAME", help="The device to build for; see `h3compile targets`.  [default: auto]"
+        ),
+    ] = None,
+    hbm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Device memory to stay within, such as 12GiB: weights that do not fit are streamed, as the "
+            "pass dlo(hbm=SIZE) plans.  [default: all stay on the device]",
         ),
     ] = None,
     backend: Annotated[
@@ -99,12 +101,12 @@ def build(
       h3compile build --target b300 --passes -fold-schedule -o h3.h3e
     Schedules of 50 and of 8 grid points, both partitions:
       h3compile build --steps 50 --steps 8 --partition transformer --partition transformer_ref -o h3.h3e
+    Within 12 GiB of a card; `h3compile plan` says how fast that will be:
+      h3compile build --target rtx-4090 --hbm 12GiB -o h3.h3e
     From a recipe, whose keys are these options, with lists for partitions, steps and allow:
       h3compile build --recipe h3.yaml --target h200
     """
-    from pydantic import ValidationError
-
-    from h3compile.driver import BuildConfig
+    from h3compile.driver import BuildConfig, configured
     from h3compile.driver import build as compile_model
 
     typed: dict[str, object] = {
@@ -123,10 +125,9 @@ def build(
         "output": output,
     }
     options = merged(read_recipe(recipe, BuildConfig.model_fields) if recipe else {}, typed)
-    try:
-        config = BuildConfig.model_validate(options)
-    except ValidationError as error:
-        raise invalid(error) from error
+    if hbm is not None:
+        options["passes"] = ",".join(filter(None, (str(options.get("passes") or ""), f"dlo(hbm={hbm})")))
+    config = configured(options)
     begun = time.monotonic()
     with shown() as progress:
         engine = compile_model(**{name: getattr(config, name) for name in options}, progress=progress)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from h3compile.cli.asked import Frames, Model, Size, Steps, fields_of
 from h3compile.cli.console import facts, stdout
 from h3compile.cli.progress import shown
-from h3compile.cli.values import check_writable, parse_size
+from h3compile.cli.values import check_writable
 from h3compile.errors import H3CompileError
 
 if TYPE_CHECKING:
@@ -23,14 +24,7 @@ def calibrate(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The calibration to write, NAME.json.")
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A checkpoint folder, or a repository in the local Hugging Face cache.  "
-            "[default: MiniMaxAI/MiniMax-H3]",
-        ),
-    ] = None,
+    model: Model = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text file with one prompt a line.")
     ] = None,
@@ -49,19 +43,9 @@ def calibrate(
             metavar="FILE", help="A picture, video or sound every prompt refers to; repeat for more."
         ),
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="In pixels, multiples of 32.  [default: 1344x768]")
-    ] = None,
-    frames: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="At 24 a second; rounded up to 17 n + 5.  [default: 124]"),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Grid points of the schedule; N of them are N - 1 forwards.  [default: 50]"
-        ),
-    ] = None,
+    size: Size = None,
+    frames: Frames = None,
+    steps: Steps = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -101,16 +85,7 @@ def calibrate(
     from h3compile.models.request import Request
     from h3compile.program.calibration import write_calibration
 
-    options: dict[str, object] = {
-        "frames": frames,
-        "steps": steps,
-        "image": image,
-        "last_image": last_image,
-        "references": tuple(reference) if reference else None,
-    }
-    if size is not None:
-        options["width"], options["height"] = parse_size(size)
-    given = {name: value for name, value in options.items() if value is not None}
+    given = fields_of(size, reference, frames=frames, steps=steps, image=image, last_image=last_image)
     resolved = [
         Request(text, seed=(seed or 0) + number, **given).resolve()  # type: ignore[arg-type]
         for number, text in enumerate(_prompts(prompts, prompt or []))

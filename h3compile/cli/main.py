@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from h3compile import __version__
-from h3compile.cli import build, calibrate, doctor, finalize, inspect, passes, run, targets, tiny
+from h3compile.cli import build, calibrate, doctor, finalize, inspect, passes, plan, run, targets, tiny
 from h3compile.cli.command import Command
 from h3compile.cli.interrupt import terminate_like_interrupt
 
@@ -16,6 +16,7 @@ __all__ = ["application", "main"]
 
 # In the order in which a newcomer needs them.
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
+    ("plan", plan.plan),
     ("build", build.build),
     ("run", run.run),
     ("calibrate", calibrate.calibrate),

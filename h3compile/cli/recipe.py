@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from pydantic import ValidationError
 
 from h3compile.errors import H3CompileError, nearest
 
-__all__ = ["invalid", "merged", "named_providers", "read_recipe"]
+__all__ = ["merged", "named_providers", "read_recipe"]
 
 
 def read_recipe(path: Path, known: Collection[str]) -> dict[str, object]:
@@ -54,12 +53,3 @@ def named_providers(typed: Sequence[str] | None) -> dict[str, str] | None:
         if found.setdefault(operator, provider) != provider:
             raise H3CompileError(f"--provider names two for {operator}", "name one")
     return found
-
-
-def invalid(error: ValidationError) -> H3CompileError:
-    """The first complaint about a set of options, as one line."""
-    first = error.errors()[0]
-    option = ".".join(str(part) for part in first["loc"]) or "options"
-    if first["type"] == "value_error":  # our own sentence, which says it all
-        return H3CompileError(option, first["msg"].removeprefix("Value error, "))
-    return H3CompileError(f"{option} cannot be {first['input']!r}", first["msg"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -68,6 +68,8 @@ class EngineFolder:
         self._verify = verify
         self.manifest = manifest
         self.digest = digest
+        # Weights are read long after they were checked: what was written to since is not what was checked.
+        self._written = {name: (path / name).stat().st_mtime_ns for name in manifest.files}
         self._links = {
             name: LinkedCheckpoint(Path(record.checkpoint), record.files)
             for name, record in manifest.partitions.items()
@@ -124,6 +126,27 @@ class EngineFolder:
             )
         return buffer
 
+    def load_spans(
+        self, partition: str, name: str, spans: Sequence[tuple[int, int]], out: torch.Tensor
+    ) -> torch.Tensor:
+        """Parts of a range into ``out``, each of the ``spans`` (first byte, end) into an equal share of it.
+
+        Only these are read where the engine holds a copy of the weights; what a span does not fill of its
+        share is zero. Raises `EngineError` as `load_range`.
+        """
+        record = self._range(partition, name)
+        shares = out.chunk(len(spans))
+        copied = record.path is not None and not any(slot.link for slot in record.slots)
+        whole = None if copied else self.load_range(partition, name)
+        shard = self._shard(record.path) if copied and record.path else None
+        for (start, end), share in zip(spans, shares, strict=True):
+            share[end - start :].zero_()
+            if shard is not None:
+                shard.read_part(RANGE_KEY, start, share[: end - start])
+            elif whole is not None:
+                share[: end - start].copy_(whole[start:end])
+        return out
+
     def load_table(self, partition: str, call: str) -> dict[str, torch.Tensor]:
         """The folded values of one schedule call, on the CPU, by value name: dimension 0 is the timestep."""
         tables = self._partition(partition).tables
@@ -167,9 +190,12 @@ class EngineFolder:
 
     def _shard(self, path: str) -> Shard:
         try:
-            return Shard(self.file(path), path)
+            shard = Shard(self.file(path), path)
         except CheckpointError as error:
             raise EngineError(error.cause, _MEND) from error
+        if shard.facts.mtime_ns != self._written[path]:
+            raise EngineError(f"{self.path / path} has changed since the engine was opened", "load it again")
+        return shard
 
     def _below(self, folder: str) -> dict[str, str]:
         """Names inside ``folder`` -> SHA-256."""

@@ -20,10 +20,13 @@ __all__ = [
     "CheckpointFile",
     "DimRecord",
     "FileRecord",
+    "KindRecord",
     "Manifest",
     "NoisierRecord",
+    "ParallelRecord",
     "PartitionRecord",
     "PassRecord",
+    "PlanRecord",
     "PortRecord",
     "RangeRecord",
     "RegionRecord",
@@ -34,8 +37,8 @@ __all__ = [
     "fingerprint_of",
 ]
 
-# 2 added ``variants`` and ``measures``.
-SCHEMA_VERSION = 2
+# 2 added ``variants`` and ``measures``, 3 added ``plan`` and ``parallel``.
+SCHEMA_VERSION = 3
 MANIFEST = "engine.json"
 RANGE_KEY = "range"  # the one tensor in the file of a range
 
@@ -204,6 +207,42 @@ class PartitionRecord(_Record):
     tables: TableRecord | None = None
 
 
+class PlanRecord(_Record):
+    """Where the weights of the repeated step calls live; a load may ask for another plan.
+
+    ``blocks`` are those calls in step order. ``resident`` ones stay on the device; the others take turns in
+    ``slots`` places there. ``mode`` says who holds a streamed block on the host: every rank all of it, or
+    each its shard, gathered on the device in ``pieces`` parts.
+    """
+
+    blocks: tuple[str, ...]
+    resident: tuple[str, ...]
+    slots: int = Field(ge=0)
+    mode: Literal["local", "allgather"] = "local"
+    pieces: int = Field(default=1, ge=1)
+
+
+class KindRecord(_Record):
+    """A kind of row that ranks share: the input that says where its rows lie, and its length."""
+
+    index: str
+    dim: str
+
+
+class ParallelRecord(_Record):
+    """How many ranks share the rows of a sequence, and how they exchange them.
+
+    ``ulysses`` ranks share the heads of a stretch, ``ring`` stretches pass their keys round. Those ``inputs``
+    of the engine that name a rank's rows follow from this: each rank makes them from the layout it is given.
+    """
+
+    ulysses: int = Field(ge=1)
+    ring: int = Field(ge=1)
+    exchange: Literal["plain", "fp8"]
+    rows: str
+    kinds: tuple[KindRecord, ...]
+
+
 class PassRecord(_Record):
     """A pass as it ran: spelled with its options, its tier, and what it matched."""
 
@@ -229,6 +268,8 @@ class Manifest(_Record):
     # Region -> what may stand in for it; the first whose condition holds does, for all calls of the step.
     variants: dict[str, tuple[VariantRecord, ...]] = Field(default_factory=dict)
     measures: tuple[str, ...] = ()  # step-stage values kept for reports: int32 [2], skipped and considered
+    plan: PlanRecord | None = None  # None: every weight of request and step stays on the device
+    parallel: ParallelRecord | None = None  # None: one rank has all rows
     partitions: dict[str, PartitionRecord]
     passes: tuple[PassRecord, ...]
     backend: str

@@ -9,8 +9,11 @@ from h3compile.engine.layout import SlotSpec, lay_out
 from h3compile.engine.manifest import (
     CallRecord,
     DimRecord,
+    KindRecord,
     Manifest,
     NoisierRecord,
+    ParallelRecord,
+    PlanRecord,
     PortRecord,
     RangeRecord,
     RegionRecord,
@@ -19,9 +22,11 @@ from h3compile.engine.manifest import (
 )
 from h3compile.program.analysis import execution_stages
 from h3compile.program.conditions import Condition, Shorter
-from h3compile.program.facts import Dim, ModelFacts
+from h3compile.program.facts import Dim
+from h3compile.program.parallel import Kind, Parallel
 from h3compile.program.program import Call, Program
 from h3compile.program.region import Port, Region
+from h3compile.program.residency import Residency
 from h3compile.program.serialize import dtype_name
 from h3compile.program.stages import Stage
 from h3compile.program.weights import Load
@@ -31,9 +36,13 @@ __all__ = [
     "dim_records",
     "dims_of",
     "graph_path",
+    "parallel_of",
+    "parallel_record",
+    "plan_record",
     "port_record",
     "range_of",
     "region_record",
+    "residency_of",
     "stage_of",
     "variant_records",
 ]
@@ -50,10 +59,10 @@ def port_record(port: Port) -> PortRecord:
     return PortRecord(name=port.name, dtype=dtype_name(port.dtype), shape=port.shape)
 
 
-def dim_records(facts: ModelFacts) -> dict[str, DimRecord]:
+def dim_records(program: Program) -> dict[str, DimRecord]:
     """The free lengths as the manifest keeps them."""
     return {
-        dim.name: DimRecord(hint=dim.hint, smallest=dim.smallest, largest=dim.largest) for dim in facts.dims
+        dim.name: DimRecord(hint=dim.hint, smallest=dim.smallest, largest=dim.largest) for dim in program.dims
     }
 
 
@@ -113,6 +122,48 @@ def variant_records(program: Program) -> dict[str, tuple[VariantRecord, ...]]:
         base: tuple(VariantRecord(region=v.region, when=_condition_record(v.when)) for v in variants)
         for base, variants in program.variants.items()
     }
+
+
+def plan_record(program: Program) -> PlanRecord | None:
+    """Where the weights live, as the manifest keeps it; None where no pass said so."""
+    found = program.residency
+    if found is None:
+        return None
+    return PlanRecord(
+        blocks=found.blocks,
+        resident=found.resident,
+        slots=found.slots,
+        mode=found.mode,
+        pieces=found.pieces,
+    )
+
+
+def residency_of(plan: PlanRecord) -> Residency:
+    """What the record stands for; `BuildError` when its fields contradict each other."""
+    return Residency(plan.blocks, plan.resident, plan.slots, plan.mode, plan.pieces)
+
+
+def parallel_record(program: Program) -> ParallelRecord | None:
+    """How ranks share the rows, as the manifest keeps it; None for one rank."""
+    found = program.parallel
+    if found is None:
+        return None
+    return ParallelRecord(
+        ulysses=found.ulysses,
+        ring=found.ring,
+        exchange=found.exchange,
+        rows=found.rows,
+        kinds=tuple(KindRecord(index=kind.index, dim=kind.dim) for kind in found.kinds),
+    )
+
+
+def parallel_of(manifest: Manifest) -> Parallel | None:
+    """How the ranks of an engine share the rows; `BuildError` when the record contradicts itself."""
+    record = manifest.parallel
+    if record is None:
+        return None
+    kinds = tuple(Kind(kind.index, kind.dim) for kind in record.kinds)
+    return Parallel(record.ulysses, record.ring, record.exchange, record.rows, kinds)
 
 
 def _condition_record(condition: Condition) -> ShorterRecord | NoisierRecord:

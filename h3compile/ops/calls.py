@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from h3compile.ops.exchange_groups import RING, ULYSSES
 from h3compile.ops.numerics import FP8
 from h3compile.ops.operator import Operand
-from h3compile.ops.sage_prepare import QK_TYPES
+from h3compile.ops.sage_quantized import QK_TYPES
+from h3compile.ops.sage_scales import K_BLOCKS, WHOLE
 
 __all__ = ["RELEASE", "Call", "Sizes", "calls"]
 
@@ -78,6 +80,10 @@ def calls(sizes: Sizes, rows: int, dtype: torch.dtype, device: torch.device | st
         operands = (normal(1, rows, k, dtype=FP8), scales(1, rows, 1), normal(n, k, dtype=FP8), scales(n))
         yield Call("linear_fp8.default", f"{n} x {k}", (*operands, bias, dtype))
     yield from _attention(sizes, rows, dtype, device)
+    # A rank alone: exchanges of several are tested with several.
+    yield Call("rows_to_heads.default", "", (normal(1, rows, 3 * attended), rows - 1, 3, 1, ULYSSES))
+    yield Call("heads_to_rows.default", "", (normal(1, rows, attended), rows, 1, ULYSSES))
+    yield Call("gather_rows.default", "", (normal(1, rows, hidden), rows - 1, 1, ULYSSES))
 
 
 def _attention(sizes: Sizes, rows: int, dtype: torch.dtype, device: torch.device | str) -> Iterator[Call]:
@@ -96,10 +102,11 @@ def _attention(sizes: Sizes, rows: int, dtype: torch.dtype, device: torch.device
     yield Call("attention.default", "", (*parts, None))
     yield Call("attention.default", "padded", (*parts, valid))
     yield Call("attention.skip", "", (*parts, 1.0, valid))
+    yield Call("ring_attention.default", "", (*parts, valid, 1, RING))
     for qk in QK_TYPES:
-        for block in (16, 64, 128):
+        for block in (*K_BLOCKS, WHOLE) if qk == "fp8_e4m3" else K_BLOCKS:
             options: tuple[Operand, ...] = (qk, block, True, valid)
-            label = f"{qk}, {block} keys a scale"
+            label = f"{qk}, one scale a tensor" if block == WHOLE else f"{qk}, {block} keys a scale"
             yield Call("sage_prepare.default", label, (*joint["rotary"], *options))
             yield Call("sage_prepare.separate", label, (*parts, *options))
             quantized = torch.ops.h3compile.sage_prepare.separate(*parts, *options)

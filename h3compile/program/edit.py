@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -25,12 +25,17 @@ class Editor:
         mapping: dict[fx.Node, fx.Node] = {}
         for node in region.graph.nodes:
             mapping[node] = self.graph.node_copy(node, mapping.__getitem__)
+        self.inputs = list(region.inputs)
         self.weights = list(region.weights)
         self.outputs = list(region.outputs)
 
     def nodes(self) -> Iterator[fx.Node]:
         """The operators, in order, as they are when this is called."""
         return iter([node for node in self.graph.nodes if node.op == "call_function"])
+
+    def node_of(self, port: Port) -> fx.Node:
+        """The placeholder of an input or a weight of the region."""
+        return self._placeholder(port)
 
     def weight_of(self, node: object) -> Port | None:
         """The port behind ``node`` when it is a weight of the region."""
@@ -75,6 +80,25 @@ class Editor:
         output.args = ((*returned, node),)
         self.outputs.append(port)
 
+    def add_input(self, port: Port) -> fx.Node:
+        """A new input behind the others."""
+        before = self._first_operator() if not self.weights else self._placeholder(self.weights[0])
+        with self.graph.inserting_before(before):
+            node = self.graph.placeholder(_label(port))
+        node.meta["port"] = port
+        self.inputs.append(port)
+        return node
+
+    def drop_inputs(self, names: Collection[str]) -> None:
+        """Remove the inputs called ``names``, which nothing reads."""
+        for port in [port for port in self.inputs if port.name in names]:
+            self.graph.erase_node(self._placeholder(port))
+            self.inputs.remove(port)
+
+    def reshape_input(self, port: Port, shape: tuple[int | str, ...]) -> None:
+        """Give the input ``port`` another shape; its readers are the caller's to change."""
+        self.inputs[self.inputs.index(port)] = Port(port.name, port.dtype, shape)
+
     def add_weight(self, port: Port, after: Port | None) -> fx.Node:
         """A new weight behind the weight ``after``, or in front of them all."""
         at = 0 if after is None else self.weights.index(after) + 1
@@ -115,7 +139,7 @@ class Editor:
         self.sweep()
         region = self._region
         return Region(
-            name or region.name, self.graph, region.inputs, tuple(self.weights), tuple(self.outputs)
+            name or region.name, self.graph, tuple(self.inputs), tuple(self.weights), tuple(self.outputs)
         )
 
 

@@ -26,7 +26,8 @@ class Interpreter:
     With ``dtype`` set to float64 every floating-point tensor and cast is float64: the yardstick that
     rounding is measured against. Tables are evaluated as a runner evaluates them, each timestep alone;
     with ``alone`` so is the schedule-stage work of a program that has no tables yet. Variants stand in for
-    regions as they do in a runner, by the lengths and the timesteps of the inputs.
+    regions as they do in a runner, by the lengths and the timesteps of the inputs. ``rank`` is which of the
+    ranks this one is, where the program has several; the others must evaluate it at the same time.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Interpreter:
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         alone: bool = False,
+        rank: int = 0,
     ) -> None:
         self.program = program
+        self._rank = rank
         self._source = source
         self._device = torch.device(device)
         self._dtype = dtype
@@ -65,6 +68,7 @@ class Interpreter:
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The program's outputs by name; ``inputs`` are cast to the declared dtypes first."""
+        inputs = {**inputs, **self._own_rows(inputs)}
         values = {port.name: self._place(inputs[port.name].to(port.dtype)) for port in self.program.inputs}
         stand_ins = self._stand_ins(values)
         with torch.no_grad():
@@ -74,6 +78,14 @@ class Interpreter:
                 if not (self.program.tables and self._stages[call.name] is Stage.SCHEDULE):
                     values |= self._run(call, values, stand_ins.get(call.region))
         return {name: values[name] for name in self.program.outputs}
+
+    def _own_rows(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model's inputs do not say: where the rows of this rank are."""
+        parallel = self.program.parallel
+        if parallel is None:
+            return {}
+        fact = next(fact for fact in self.program.facts.inputs if fact.shape == (parallel.rows,))
+        return parallel.values(inputs[fact.name].shape[0], inputs, self._rank)
 
     def _stand_ins(self, values: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Region -> the variant that stands in for it, for these inputs."""

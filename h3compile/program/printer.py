@@ -38,6 +38,10 @@ def print_program(program: Program) -> str:
     lines += [f"  tables {len(program.tables)}", f"  weights {len(program.weights)}"]
     if program.measures:
         lines.append(f"  measures {len(program.measures)}")
+    if program.parallel is not None:
+        lines.append(f"  parallel {program.parallel}")
+    if program.residency is not None:
+        lines.append(f"  residency {program.residency}")
     for name, variants in program.variants.items():
         listed = "; ".join(f"{variant.region} when {variant.when}" for variant in variants)
         lines.append(f"  variants of {name}: {listed}")

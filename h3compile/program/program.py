@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from h3compile.program.conditions import Variant
-from h3compile.program.facts import ModelFacts
+from h3compile.program.facts import Dim, ModelFacts
+from h3compile.program.parallel import Parallel
 from h3compile.program.region import Port, Region
+from h3compile.program.residency import Residency
 from h3compile.program.stages import Stage
 from h3compile.program.weights import Weight
 
@@ -54,6 +56,10 @@ class Program:
     of the region in that step. A variant has the ports of the region it stands in for, so weights, tables
     and layouts are shared; it has no calls and no variants of its own. ``measures`` names values that no
     call reads and a runner keeps for reports: int32 [2], the tiles that a call skipped and considered.
+
+    ``residency`` says where the weights of the repeated step calls live; None: all stay on the device.
+    ``parallel`` says how ranks share the rows; None: one rank has them all. Every rank is given all inputs of
+    the model and returns all its outputs.
     """
 
     facts: ModelFacts
@@ -65,16 +71,25 @@ class Program:
     tables: tuple[str, ...] = field(default=())
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     measures: tuple[str, ...] = field(default=())
+    residency: Residency | None = None
+    parallel: Parallel | None = None
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The free lengths: the model's, then those of a rank."""
+        return self.facts.dims + (self.parallel.dims(self.facts.dims) if self.parallel else ())
 
     @property
     def inputs(self) -> tuple[Port, ...]:
-        """The model's tensor inputs, in declared order."""
-        return tuple(Port(fact.name, fact.dtype, fact.shape) for fact in self.facts.inputs)
+        """The model's tensor inputs, in declared order, then where the rows of a rank are among them."""
+        declared = tuple(Port(fact.name, fact.dtype, fact.shape) for fact in self.facts.inputs)
+        return declared + (self.parallel.ports if self.parallel else ())
 
     @property
     def input_stages(self) -> dict[str, Stage]:
-        """The stage of every input, as the facts declare it."""
-        return {fact.name: fact.stage for fact in self.facts.inputs}
+        """The stage of every input: as the facts declare it; where rows are is known with the request."""
+        stages = {fact.name: fact.stage for fact in self.facts.inputs}
+        return stages | {port.name: Stage.REQUEST for port in (self.parallel.ports if self.parallel else ())}
 
     def calls_of(self, region: str) -> tuple[Call, ...]:
         """The calls of one region, in order."""

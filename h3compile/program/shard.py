@@ -148,6 +148,14 @@ class Shard:
         with self._open() as file:
             self._fill(file, key, out)
 
+    def read_part(self, key: str, start: int, out: torch.Tensor) -> None:
+        """The tensor's bytes from ``start`` on into ``out``, contiguous and on the CPU, as many as it has."""
+        extent = self._extents[key]
+        if not 0 <= start <= start + out.nbytes <= extent.nbytes:
+            raise ValueError(f"{key} has {extent.nbytes} bytes, not {out.nbytes} from {start} on")
+        with self._open() as file:
+            self._fill(file, key, out, start)
+
     def _empty(self, key: str) -> torch.Tensor:
         extent = self._extents[key]
         return torch.empty(extent.shape, dtype=extent.dtype)
@@ -163,8 +171,8 @@ class Shard:
             raise CheckpointError(f"{self.path} has changed since it was opened", "start again")
         return file
 
-    def _fill(self, file: FileIO, key: str, out: torch.Tensor) -> None:
-        file.seek(self._extents[key].offset)
+    def _fill(self, file: FileIO, key: str, out: torch.Tensor, start: int = 0) -> None:
+        file.seek(self._extents[key].offset + start)
         try:
             read_exactly(file, out)
         except OSError as error:

@@ -29,7 +29,8 @@ def verify(program: Program, device: str = "cpu") -> Program:
     call binds values that exist before it, and weights of the right shape and dtype; every value is
     defined once; the outputs are defined; every weight is bound and every region called, or a variant of
     one that is; a folded table is computed before the step and only read there; a variant fits the region
-    it stands in for and its condition can hold; measures are counts that steps leave.
+    it stands in for and its condition can hold; measures are counts that steps leave; the residency is
+    that of step calls with weights.
     """
     problems = list(_structure(program))
     if problems:
@@ -40,7 +41,7 @@ def verify(program: Program, device: str = "cpu") -> Program:
     if problems:
         raise VerificationError(_summary(problems))
     # These follow values through the calls, which must be sound for it.
-    problems = [*_tables(program), *measure_problems(program)]
+    problems = [*_tables(program), *measure_problems(program), *_residency(program)]
     if problems:
         raise VerificationError(_summary(problems))
     return program
@@ -95,7 +96,7 @@ def _ports(region: Region) -> Iterator[str]:
 def _propagated(program: Program, region: Region, device: str) -> Region:
     try:
         with silenced("torch._subclasses.fake_tensor"):
-            return propagate(region, program.facts.dims, device)
+            return propagate(region, program.dims, device)
     except DimSpecialized as error:
         raise VerificationError(f"the program is broken: region {region.name}: {error}") from error
     except Exception as error:
@@ -171,3 +172,16 @@ def _tables(program: Program) -> Iterator[str]:
         for value in call.inputs:
             if value in made and value not in program.tables:
                 yield f"{call.name} reads {value}, a schedule value that is not a table"
+
+
+def _residency(program: Program) -> Iterator[str]:
+    if program.residency is None:
+        return
+    stages = execution_stages(program)
+    steps = [call.name for call in program.calls if call.weights and stages[call.name] is Stage.STEP]
+    blocks = program.residency.blocks
+    for name in blocks:
+        if name not in steps:
+            yield f"the residency is told of {name}, which is no call of the step with weights"
+    if tuple(name for name in steps if name in blocks) != blocks:
+        yield "the residency lists its blocks in another order than the step"

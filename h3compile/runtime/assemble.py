@@ -1,49 +1,72 @@
-"""Puts a loaded engine together: weights onto the device, executors behind calls, tables and memo between."""
+"""Puts a loaded engine together: weights into places, executors behind calls, tables and memo between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from h3compile.engine.loader import EngineFolder
 from h3compile.engine.manifest import CallRecord
 from h3compile.errors import EngineError, H3CompileError
+from h3compile.plan.schedule import Schedule
+from h3compile.program.residency import Residency
 from h3compile.program.serialize import parse_dtype
 from h3compile.runtime.executors import Executor, executor_for
 from h3compile.runtime.fold import ScheduleCall
 from h3compile.runtime.groups import TableGroup, group_tables
 from h3compile.runtime.inputs import Inputs
+from h3compile.runtime.lanes import lanes_for
 from h3compile.runtime.link import LinkedProgram, call_name, link
 from h3compile.runtime.measures import Measures
 from h3compile.runtime.memory import gib
-from h3compile.runtime.module import Parts
+from h3compile.runtime.parts import Parts
+from h3compile.runtime.pinned import HostMemory
+from h3compile.runtime.places import Places
 from h3compile.runtime.pool import Pool
+from h3compile.runtime.ranks import Ranks
+from h3compile.runtime.reader import HostRange, Reader, Wanted
 from h3compile.runtime.request import RequestMemo
-from h3compile.runtime.runner import BoundCall, Runner
+from h3compile.runtime.runner import BoundCall, Runner, bound
+from h3compile.runtime.sharding import WHOLE, Sharding
 from h3compile.runtime.stats import Stats
+from h3compile.runtime.streamer import Gathering, Streamer
 from h3compile.runtime.tables import ModulationTables
-from h3compile.runtime.weights import Weights, range_key
+from h3compile.runtime.weights import Weights, range_key, views
 
 __all__ = ["assemble"]
 
 
 def assemble(
-    folder: EngineFolder, partition: str, device: torch.device, pool: Pool, table_bytes: int
+    folder: EngineFolder,
+    partition: str,
+    device: torch.device,
+    pool: Pool,
+    table_bytes: int,
+    *,
+    residency: Residency | None = None,
+    host: HostMemory | None = None,
+    ranks: Ranks | None = None,
 ) -> Parts:
     """The parts of a module that runs ``partition`` of an engine on ``device``.
 
-    Raises `EngineError` when the engine's records do not fit each other, and `H3CompileError` when a GPU
-    lacks the memory, before any of it is allocated.
+    ``residency`` says which blocks stay there; None: all, and they are there on return. What is streamed
+    lies in ``host``. Raises `EngineError` when the engine's records do not fit each other, and
+    `H3CompileError` when a GPU or the host lacks the memory, before any of it is allocated.
     """
     program = link(folder.manifest)
+    sizes = {name: found.nbytes for name, found in folder.manifest.partitions[partition].ranges.items()}
+    rank, count = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    places = Places.of(program, sizes, residency, rank, count)
     groups: tuple[TableGroup, ...] = ()
     if program.timestep is not None:
-        groups = group_tables(program.tables, str(program.timestep.shape[0]))
-    site = _Site(folder, partition, device, pool, program, groups)
+        groups = group_tables(program.tables, str(program.timestep.shape[0]), places.host_tables(program))
+    site = _Site(folder, partition, device, pool, program, groups, places, host or HostMemory(device), ranks)
     site.require_ranges()
+    site.require_host_memory(table_bytes)
     if device.type == "cuda":
         site.require_memory()
     return site.build(table_bytes)
@@ -57,12 +80,9 @@ class _Site:
     pool: Pool
     program: LinkedProgram
     groups: tuple[TableGroup, ...]
-
-    @property
-    def resident(self) -> tuple[str, ...]:
-        """The ranges that stay on the device."""
-        calls = (*self.program.request, *self.program.step)
-        return tuple(dict.fromkeys(call.range for call in calls if call.range is not None))
+    places: Places
+    host: HostMemory
+    ranks: Ranks | None
 
     @property
     def cold(self) -> dict[str, str]:
@@ -83,43 +103,86 @@ class _Site:
 
     def require_memory(self) -> None:
         """What will be allocated against what the GPU has, before anything is allocated."""
-        record = self.folder.manifest.partitions[self.partition]
-        sizes = {name: found.nbytes for name, found in record.ranges.items()}
-        keys = {
-            range_key(self.folder, self.partition, name, self.device): sizes[name] for name in self.resident
+        places, sizes = self.places, self.places.sizes
+        keys = {self._device_key(name): sizes[name] for name in places.always}
+        keys |= {
+            self._device_key(name, places.sharding): places.sharding.gathered(sizes[name])
+            for name in places.residents.values()
         }
-        need = sum(size for key, size in keys.items() if not self.pool.holds(key))
-        need += max((sizes[name] for name in self.cold.values()), default=0)
-        if record.tables is not None:
-            need += len(record.tables.timesteps) * sum(group.nbytes for group in self.groups)
+        weights = sum(size for key, size in keys.items() if not self.pool.holds(key))
+        slots = places.residency.slots * places.slot_bytes + places.residency.areas * places.area_bytes
+        cold = max((sizes[name] for name in self.cold.values()), default=0)
+        tables = self._folded * sum(group.nbytes for group in self.groups if not group.on_host)
+        need = weights + slots + cold + tables
         free, _ = torch.cuda.mem_get_info(self.device)
         # What this process's allocator holds and does not use is free too.
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if need > free:
+            parts = f" ({gib(weights)} of weights, {gib(slots)} of slots, {gib(tables)} of tables)"
             raise H3CompileError(
-                f"the engine needs {gib(need)} on {self.device}, which has {gib(free)} free",
-                "free the device or take a larger one",
+                f"the engine needs {gib(need)}{parts if slots else ''} on {self.device}, which has"
+                f" {gib(free)} free",
+                "free the device, take a larger one, or keep fewer blocks on it: load(path, resident=N)",
             )
 
+    def require_host_memory(self, table_bytes: int) -> None:
+        """What streamed weights and their tables will take of the host, before anything is allocated."""
+        places = self.places
+        held = places.sharding.held
+        keys = {self._host_key(name): held(places.sizes[name]) for name in places.on_host}
+        need = sum(size for key, size in keys.items() if not self.pool.holds(key)) + places.staging_bytes
+        whole = sum(group.nbytes for group in self.groups)
+        entry = sum(group.nbytes for group in self.groups if group.on_host)
+        if entry:  # those folded, and as many seen later as may be kept
+            need += (self._folded + table_bytes // whole) * entry
+        self.host.require(need)
+
+    @property
+    def _folded(self) -> int:
+        record = self.folder.manifest.partitions[self.partition].tables
+        return 0 if record is None else len(record.timesteps)
+
+    def _device_key(self, name: str, sharding: Sharding = WHOLE) -> tuple[str, ...]:
+        return range_key(self.folder, self.partition, name, f"{self.device}{sharding.name}")
+
+    def _host_key(self, name: str) -> tuple[str, ...]:
+        kind = "pinned" if self.host.pinned else "pageable"
+        return range_key(self.folder, self.partition, name, f"host {kind}{self.places.sharding.name}")
+
     def build(self, table_bytes: int) -> Parts:
-        manifest, program, stats = self.folder.manifest, self.program, Stats()
-        weights = Weights(self.folder, self.partition, self.device, self.pool, self.resident)
+        manifest, program, places, stats = self.folder.manifest, self.program, self.places, Stats()
+        weights = Weights(
+            self.folder,
+            self.partition,
+            self.device,
+            self.pool,
+            places.always,
+            later=tuple(places.residents.values()),
+            sharding=places.sharding,
+        )
         # What is small, or must be looked at on the host, is kept to tell whether it changed.
+        # Where a rank's rows are follows from the layout, which every rank is given.
+        own = () if self.ranks is None else self.ranks.parallel.ports
+        ports = tuple(p for p in manifest.inputs if p.name not in {port.name for port in own})
         kept = [
             port.name
-            for port in manifest.inputs
+            for port in ports
             if manifest.input_stages[port.name] != "step" or not parse_dtype(port.dtype).is_floating_point
         ]
         request = [self._bind(call, weights) for call in program.request]
         step = [self._bind(call, weights) for call in program.step]
+        streamer = self._streamer(weights)
         return Parts(
             manifest=manifest,
             partition=self.partition,
             device=self.device,
             pool=self.pool,
             weights=weights,
-            inputs=Inputs(manifest.inputs, kept, self.device),
-            request=RequestMemo(request, program.request_values, stats),
+            ports=ports,
+            inputs=Inputs(ports, kept, self.device),
+            request=RequestMemo(
+                request, program.request_values, stats, bound if streamer is None else streamer.request
+            ),
             tables=self._tables(weights, stats, table_bytes),
             variants=program.variants,
             measures=Measures(program.measures, self.device),
@@ -129,14 +192,85 @@ class _Site:
                 self.device,
                 variants=self._stand_ins(),
                 measures=program.measures,
+                feed=bound if streamer is None else streamer.step,
             ),
             stats=stats,
+            residency=places.residency if places.residency.blocks else None,
+            streamer=streamer,
+            host=self.host,
+            ranks=self.ranks,
         )
 
+    def _streamer(self, weights: Weights) -> Streamer | None:
+        """What brings weights to the calls of the residency; None where all are there already."""
+        places = self.places
+        if not places.residency.blocks:
+            return None
+        schedule = Schedule(
+            [call_name(call) for call in self.program.step],
+            [call_name(call) for call in self.program.request],
+            places.residency,
+            carried=places.carried,
+        )
+        ranges = places.carried | places.streamed
+        records = self.folder.manifest.partitions[self.partition].ranges
+        streamer = Streamer(
+            schedule,
+            carried=tuple(places.carried),
+            streamed=tuple(places.streamed),
+            slots=[
+                torch.empty(places.slot_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(places.residency.slots)
+            ],
+            places={call: weights.place(name) for call, name in places.residents.items()},
+            reader=Reader(list(self._wanted(weights)), self.host),
+            lanes=lanes_for(self.device),
+            views=lambda data, call: views(data, records[ranges[call]]),
+            gathering=self._gathering(ranges | places.residents),
+        )
+        streamer.reader.start()
+        return streamer
+
+    def _gathering(self, ranges: Mapping[str, str]) -> Gathering | None:
+        """Where the shards of all ranks come together; None where each has the whole."""
+        places = self.places
+        if places.residency.mode != "allgather":
+            return None
+        assert self.ranks is not None, "refused before"
+        return Gathering(
+            # A group of its own: gathers of weights and exchanges of rows do not wait for each other.
+            self.ranks.another_group(),
+            places.sharding,
+            [
+                torch.empty(places.area_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(places.residency.areas)
+            ],
+            {call: places.sizes[name] for call, name in ranges.items()},
+        )
+
+    def _wanted(self, weights: Weights) -> Iterator[Wanted]:
+        """What is to be read, in order of need."""
+        places = self.places
+        for call in (*places.carried, *places.residency.blocks):
+            kept: HostRange | None = None
+            if call in places.residents:
+                name = places.residents[call]
+                if weights.place(name).filled:
+                    continue
+            else:
+                name = places.carried.get(call) or places.streamed[call]
+                kept = self.pool.share(self._host_key(name), HostRange, HostRange)
+            size = places.sizes[name]
+            if places.sharding == WHOLE:
+                read = partial(self.folder.load_range, self.partition, name)
+            else:
+                read = partial(self.folder.load_spans, self.partition, name, places.sharding.spans(size))
+            yield Wanted(call, places.sharding.held(size), read, kept)
+
     def _bind(self, call: CallRecord, weights: Weights) -> BoundCall:
-        bound = weights.resident(call.range) if call.range is not None else ()
+        found = weights.resident(call.range) if call.range in self.places.on_device else ()
         executor = self._executor(call.region)
-        return BoundCall(call_name(call), call.region, call.inputs, call.outputs, executor, bound)
+        return BoundCall(call_name(call), call.region, call.inputs, call.outputs, executor, found)
 
     def _stand_ins(self) -> dict[str, Executor]:
         """The executors of all variants: which of them a step takes is known when it begins."""
@@ -171,6 +305,7 @@ class _Site:
                 ((call, self.folder.load_table(self.partition, call)) for call in files),
             ),
             budget=budget,
+            host=self.host,
         )
 
     def _schedule_call(self, call: CallRecord) -> ScheduleCall:

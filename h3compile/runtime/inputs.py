@@ -37,6 +37,11 @@ class Inputs:
         self._changed: set[str] = set()
 
     @property
+    def kept(self) -> frozenset[str]:
+        """The names of the inputs that are kept."""
+        return self._names
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the kept copies."""
         return nbytes(*(kept.value for kept in self._kept.values()))

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from h3compile.engine.loader import open_engine
 from h3compile.engine.manifest import Manifest
+from h3compile.engine.records import parallel_of
 from h3compile.errors import EngineError, H3CompileError, nearest
 from h3compile.runtime.assemble import assemble
 from h3compile.runtime.module import CompiledTransformer, parameters, with_index
+from h3compile.runtime.pinned import HostMemory
+from h3compile.runtime.places import residency_for
 from h3compile.runtime.pool import Pool
+from h3compile.runtime.ranks import join
 from h3compile.runtime.tables import TABLE_BYTES
+from h3compile.runtime.watch import PATIENCE
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["load"]
 
@@ -28,6 +39,12 @@ def load(
     share: CompiledTransformer | Pool | None = None,
     verify: bool = True,
     table_bytes: int = TABLE_BYTES,
+    resident: int | Sequence[str] | None = None,
+    slots: int | None = None,
+    host_bytes: int | None = None,
+    pinned: bool = True,
+    group: ProcessGroup | None = None,
+    patience: float = PATIENCE,
 ) -> CompiledTransformer:
     """The engine at ``path`` as a module that replaces ``pipe.transformer``.
 
@@ -35,6 +52,16 @@ def load(
     weights. ``expect`` is the digest the caller trusts: an engine is code, and is trusted like code.
     ``share`` names a module, or a `Pool`, to share equal weights and artifacts with. ``verify=False``
     skips the digests of the files. ``table_bytes`` bounds what timesteps not folded at build may occupy.
+
+    ``resident`` and ``slots`` replace the plan the engine was built with: how many blocks stay on the device,
+    evenly spaced, or which (``("block.0", ...)``), and how many places the others take turns in. Where a
+    plan streams, loading returns after the checks, and weights are read behind the first forward.
+    ``host_bytes`` bounds what they take of host memory, by default 80 % of what is available. They are
+    page-locked; ``pinned=False`` allows pageable memory, from which a GPU copies at a fraction of the rate.
+
+    An engine built for several ranks is loaded on each: by as many processes, where `torch.distributed` is
+    initialized. ``group`` are the ranks, where they are not all of these. In ``patience`` seconds one of them
+    must come further in a forward, or all give up. ``device`` is by default the one that LOCAL_RANK names.
 
     Raises `EngineError` when the engine is damaged, unfinished, without weights or made for another
     device, `H3CompileError` when the device is absent or too small.
@@ -55,13 +82,26 @@ def load(
     name = partition if partition is not None else next(iter(manifest.partitions), "")
     if name not in manifest.partitions:
         raise EngineError(f"{path} has no partition {name!r}", nearest(name, manifest.partitions))
-    if {port.name for port in manifest.inputs} != set(parameters()) or len(manifest.outputs) != 2:
+    parallel = parallel_of(manifest)
+    own = {port.name for port in parallel.ports} if parallel else set()
+    given = {port.name for port in manifest.inputs} - own
+    if given != set(parameters()) or len(manifest.outputs) != 2:
         raise EngineError(f"{path} is an engine of {manifest.model}, which has other inputs", "rebuild it")
+    if device is None and parallel is not None and not manifest.arch.startswith("cpu"):
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else None
     where = _device_for(manifest, device)
+    residency = residency_for(manifest, resident, slots, 1 if parallel is None else parallel.ranks)
+    ranks = join(parallel, where, f"{folder.digest} {name}", group, patience)
     pool = share.pool if isinstance(share, CompiledTransformer) else share or Pool()
+    host = HostMemory(where, limit=host_bytes, pinned=pinned)
+    if not pinned and where.type == "cuda" and residency is not None and residency.streamed:
+        warnings.warn(
+            "blocks are streamed from pageable host memory, at a fraction of the link's rate", stacklevel=2
+        )
     # Whatever loads on the current device must load on this one.
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext(), torch.no_grad():
-        return CompiledTransformer(assemble(folder, name, where, pool, table_bytes))
+        parts = assemble(folder, name, where, pool, table_bytes, residency=residency, host=host, ranks=ranks)
+    return CompiledTransformer(parts)
 
 
 def _device_for(manifest: Manifest, asked: str | torch.device | None) -> torch.device:

@@ -4,55 +4,31 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 
 from h3compile.engine.manifest import Manifest
 from h3compile.errors import H3CompileError, Interrupted
-from h3compile.program.conditions import Variant, choose, largest_sigma
+from h3compile.program.residency import Residency
 from h3compile.program.serialize import dtype_name, parse_dtype
-from h3compile.runtime.inputs import Inputs
-from h3compile.runtime.measures import MeasuredStep, Measures
+from h3compile.runtime.forward import Forward
+from h3compile.runtime.measures import MeasuredStep
+from h3compile.runtime.parts import Parts
 from h3compile.runtime.pool import Pool
-from h3compile.runtime.request import RequestMemo
+from h3compile.runtime.ranks import Ranks
 from h3compile.runtime.results import FrozenConfig, TransformerOutput
-from h3compile.runtime.runner import Runner
+from h3compile.runtime.shortage import out_of_memory
 from h3compile.runtime.stats import Stats
-from h3compile.runtime.tables import ModulationTables
-from h3compile.runtime.validate import (
-    LAYOUT,
-    check_attention_kwargs,
-    check_layout,
-    check_shapes,
-    read_timesteps,
-)
-from h3compile.runtime.weights import Weights
+from h3compile.runtime.together import Together
+from h3compile.runtime.validate import check_attention_kwargs
 
-__all__ = ["CompiledTransformer", "Parts"]
+__all__ = ["CompiledTransformer"]
 
-_TIMESTEPS = ("timestep", "timestep_indices")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A loaded engine: what `CompiledTransformer` drives."""
-
-    manifest: Manifest
-    partition: str
-    device: torch.device
-    pool: Pool
-    weights: Weights
-    inputs: Inputs
-    request: RequestMemo
-    tables: ModulationTables | None  # None where no pass made tables
-    variants: Mapping[str, tuple[Variant, ...]]
-    measures: Measures
-    runner: Runner
-    stats: Stats
+T = TypeVar("T")
 
 
 class CompiledTransformer(torch.nn.Module):
@@ -60,6 +36,9 @@ class CompiledTransformer(torch.nn.Module):
 
     It owns no parameters and no gradients flow through it. One forward runs at a time: a second thread
     waits. `stop` may be called from another thread or from a signal handler.
+
+    An engine built for several ranks is loaded on each of them, and called with the same inputs on each; or
+    rank 0 is `leading` and the others `follow`.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -71,10 +50,8 @@ class CompiledTransformer(torch.nn.Module):
         # A plain flag and no threading.Event: setting an Event takes a lock, on which a signal handler
         # that interrupts the same operation would wait for ever.
         self._stopping = False
-        self._layout_checked = False
-        self._timesteps: list[float] | None = None
-        stages = parts.manifest.input_stages
-        self._of_request = frozenset(name for name, stage in stages.items() if stage == "request")
+        self._forward = Forward(parts)
+        self._together = None if parts.ranks is None else Together(parts.ranks, parts, self._forward)
 
     def forward(
         self,
@@ -99,7 +76,9 @@ class CompiledTransformer(torch.nn.Module):
         and the row indices [V], [A], [T]. Tensors of another dtype or device are converted to what the
         program declares, as the model itself would do.
 
-        Raises `H3CompileError` for inputs that do not fit, `Interrupted` after `stop`.
+        Raises `H3CompileError` for inputs that do not fit and when the device has not the memory,
+        `Interrupted` after `stop`. On several ranks `RankFailure` when another one failed: after that, and
+        after an error in the midst of a forward, no forward will run any more.
         """
         check_attention_kwargs(attention_kwargs)
         given = {
@@ -114,54 +93,42 @@ class CompiledTransformer(torch.nn.Module):
             "audio_indices": audio_indices,
             "text_indices": text_indices,
         }
+        together = self._together
         with self._running():
-            sample, audio_sample = self._step(given)
-        return TransformerOutput(sample, audio_sample) if return_dict else (sample, audio_sample)
+            if together is None:
+                sample, audio = self._guarded(
+                    lambda: self._forward.run(self._forward.prepare(given), self._obey)
+                )
+            else:
+                sample, audio = self._guarded(lambda: together.step(given, self._stopping, self._obey))
+        return TransformerOutput(sample, audio) if return_dict else (sample, audio)
 
-    def _step(self, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = self._parts
-        lengths = check_shapes(parts.manifest.inputs, parts.manifest.dims, given)
-        values, changed = parts.inputs.take(given)
-        self._forget(changed)
-        parts.inputs.acknowledge()
-        timesteps = self._check_contents(values)
-        values.update(parts.request.values(values, self._obey))
-        rows = {} if parts.tables is None else parts.tables.select(timesteps, self._obey)
-        # Once a step and from what the host knows already: nothing waits for the device.
-        sigma = largest_sigma(timesteps)
-        stand_ins = choose(parts.variants, lengths, sigma)
-        with parts.measures.step(sigma, stand_ins) as record:
-            sample, audio_sample = parts.runner.run(
-                values, rows, self._obey, stand_ins=stand_ins, record=record
-            )
-        parts.stats.forwards += 1
-        return sample, audio_sample
-
-    def _forget(self, changed: Collection[str]) -> None:
-        """Drops everything that was concluded from inputs which changed."""
-        self._parts.request.invalidate(changed)
-        if not self._of_request.isdisjoint(changed):
-            self._parts.measures.restart()
-        if not set(LAYOUT).isdisjoint(changed):
-            self._layout_checked = False
-        if not set(_TIMESTEPS).isdisjoint(changed):
-            self._timesteps = None
-
-    def _check_contents(self, values: Mapping[str, torch.Tensor]) -> list[float]:
-        """Looks at contents not checked yet; the timesteps as numbers."""
-        if not self._layout_checked:
-            check_layout(values)
-            self._layout_checked = True
-        if self._timesteps is None:
-            self._timesteps = read_timesteps(*(values[name] for name in _TIMESTEPS))
-        return self._timesteps
+    def _guarded(self, step: Callable[[], T]) -> T:
+        streams = self._parts.streamer is not None
+        try:
+            return step()
+        except Interrupted:
+            self._stopping = False  # also where another rank was asked
+            raise
+        except torch.cuda.OutOfMemoryError:
+            refused = out_of_memory(self.stats, self._forward.rows, self.device, streams)
+        # Out here nothing refers to the tensors of the forward that failed.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise refused
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         device = self._parts.device
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with self._lock, current, torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
+            try:
+                yield
+            except (Interrupted, KeyboardInterrupt):
+                # Wherever it came: who interrupts wants no thread to read on. The next forward goes on.
+                if self._parts.streamer is not None:
+                    self._parts.streamer.reader.pause()
+                raise
 
     # --- stopping ---
 
@@ -170,6 +137,7 @@ class CompiledTransformer(torch.nn.Module):
 
         Between two forwards it makes the next one raise. Raising clears the request, so the forward after
         that runs; `resume` clears it without a forward. On a GPU at most a few blocks still complete.
+        One of several ranks stops all of them, before the next forward.
         """
         self._stopping = True
 
@@ -178,7 +146,10 @@ class CompiledTransformer(torch.nn.Module):
         self._stopping = False
 
     def _obey(self) -> None:
-        if self._stopping:
+        ranks = self._parts.ranks
+        if ranks is not None:  # they stop where they agree to, see `Together`
+            ranks.watch.tick()
+        elif self._stopping:
             self._stopping = False
             raise Interrupted("the forward was stopped")
 
@@ -197,13 +168,38 @@ class CompiledTransformer(torch.nn.Module):
     def release(self) -> None:
         """Frees what is held for the current request; weights and tables stay."""
         with self._lock:
-            self._parts.inputs.release()
-            self._parts.request.release()
-            self._parts.measures.restart()
-            if self._parts.tables is not None:
-                self._parts.tables.release()
-            self._layout_checked = False
-            self._timesteps = None
+            self._forward.release()
+
+    # --- several ranks ---
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that the engine runs on together; None for an engine of one rank."""
+        return self._parts.ranks
+
+    def leading(self) -> AbstractContextManager[None]:
+        """While the block runs, ranks that `follow` compute every forward of this one, rank 0.
+
+        It may do anything between its forwards: the others wait.
+        """
+        return nullcontext() if self._together is None else self._together.leading()
+
+    def follow(self) -> int:
+        """Computes every forward of rank 0 for as long as it is `leading`; how many there were.
+
+        What rank 0 refuses or stops is refused or stopped here too, without an error. Raises `RankFailure`
+        when rank 0, or another rank, failed or is gone.
+        """
+        if self._together is None:
+            raise H3CompileError("an engine of one rank has nobody to follow", "call it")
+        count = 0
+        for step in self._together.following():
+            with self._running():
+                outcome = self._guarded(partial(step, self._stopping, self._obey))
+            if isinstance(outcome, Interrupted):
+                self._stopping = False
+            count += not isinstance(outcome, H3CompileError)
+        return count
 
     # --- facts ---
 
@@ -233,6 +229,11 @@ class CompiledTransformer(torch.nn.Module):
         return self._parts.partition
 
     @property
+    def residency(self) -> Residency | None:
+        """Which blocks stay on the device, as built or as loaded; None: all, and no plan says so."""
+        return self._parts.residency
+
+    @property
     def pool(self) -> Pool:
         """What another load may share: ``load(path, share=module)``."""
         return self._parts.pool
@@ -242,6 +243,12 @@ class CompiledTransformer(torch.nn.Module):
         """Counters since loading and bytes held now."""
         parts = self._parts
         parts.stats.bytes_weights = parts.weights.nbytes
+        parts.stats.bytes_sent = 0 if parts.ranks is None else parts.ranks.traffic.total
+        parts.stats.bytes_host = parts.tables.host_nbytes if parts.tables is not None else 0
+        if parts.streamer is not None:
+            parts.stats.bytes_slots = parts.streamer.slot_bytes
+            parts.stats.bytes_host += parts.streamer.reader.nbytes
+            parts.stats.bytes_copied = parts.streamer.copied
         parts.stats.bytes_tables = parts.tables.nbytes if parts.tables is not None else 0
         parts.stats.bytes_request = parts.request.nbytes + parts.inputs.nbytes + parts.measures.nbytes
         return parts.stats
@@ -256,7 +263,8 @@ class CompiledTransformer(torch.nn.Module):
         return self._parts.measures.steps
 
     def extra_repr(self) -> str:
-        return f"{self._parts.manifest.model}, partition={self.partition!r}, device={str(self.device)!r}"
+        text = f"{self._parts.manifest.model}, partition={self.partition!r}, device={str(self.device)!r}"
+        return text if self.residency is None else f"{text}, {self.residency}"
 
     # --- what a module with parameters could do and an engine cannot ---
 

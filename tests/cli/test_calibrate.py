@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -144,6 +145,20 @@ def test_an_interrupt_leaves_what_was_there(h3compile, heavy: Heavy, tmp_path: P
     output.write_text("old")
     assert h3compile("calibrate", "--prompt", "a", "--overwrite", "-o", output).exit_code == 130
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(  # type: ignore[no-untyped-def]
+    h3compile, heavy: Heavy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = h3compile("calibrate", "--prompt", "a", "-o", tmp_path / "c.json")
+    assert done.exit_code == 1
+    assert "c.json (No space left on device): choose another place" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_help_states_the_defaults_of_a_request(h3compile) -> None:  # type: ignore[no-untyped-def]

@@ -22,6 +22,7 @@ def test_the_engine_is_shown(h3compile, engine: Path) -> None:  # type: ignore[n
     block = rows.index(["block", "step", "2", "4", "x", "y", "2.0", "KiB"])
     assert request < block, "regions come in the order of execution"
     assert ["outline", "exact", "2", "block"] in rows
+    assert ["plan", "everything", "resident"] in rows
     assert ["transformer", "step", "512", "B"] in rows
     assert ["transformer", "request", "256", "B"] in rows
     assert ["weights/", "3"] in [row[:2] for row in rows]

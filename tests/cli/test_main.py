@@ -121,8 +121,8 @@ import pathlib, time
 from h3compile.cli import doctor, main
 def slow():
     partial = pathlib.Path({str(tmp_path / "partial")!r})
-    partial.touch()
     try:
+        partial.touch()
         time.sleep(60)
     finally:
         partial.unlink()

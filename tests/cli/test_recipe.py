@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError, field_validator
 
-from h3compile.cli.recipe import invalid, merged, read_recipe
-from h3compile.errors import H3CompileError
+from h3compile.cli.recipe import merged, read_recipe
+from h3compile.driver import build, configured
+from h3compile.errors import BuildError, H3CompileError
 
 KNOWN = ("model", "passes", "steps", "target", "weightless")
 
@@ -55,25 +55,22 @@ def test_what_is_typed_goes_before_the_recipe() -> None:
     assert merged({"target": "b300", "passes": "fp8"}, typed) == {"target": "h200", "passes": "fp8"}
 
 
-class Config(BaseModel):
-    steps: list[int]
-
-    @field_validator("steps")
-    @classmethod
-    def _steps(cls, steps: list[int]) -> list[int]:
-        if min(steps) < 2:
-            raise ValueError("a schedule has at least 2 grid points")
-        return steps
-
-
 @pytest.mark.parametrize(
-    ("steps", "line"),
+    ("options", "line"),
     [
-        (["many"], "steps.0 cannot be 'many': Input should be a valid integer"),
-        ([1], "steps: a schedule has at least 2 grid points"),
+        ({"steps": ["many"]}, "steps.0 cannot be 'many': Input should be a valid integer"),
+        ({"steps": [1]}, "steps: a schedule has at least 2 grid points"),
+        ({"taget": "b300"}, "taget cannot be 'b300': Extra inputs are not permitted"),
     ],
 )
-def test_a_wrong_value_is_one_line(steps: list[object], line: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        Config.model_validate({"steps": steps})
-    assert str(invalid(caught.value)).startswith(line)
+def test_a_wrong_value_is_one_line(options: dict[str, object], line: str) -> None:
+    with pytest.raises(BuildError) as caught:
+        configured(options)
+    assert str(caught.value).startswith(line)
+
+
+def test_the_python_api_says_the_same() -> None:
+    with pytest.raises(BuildError, match="a schedule has at least 2 grid points"):
+        build(steps=(8, 1))
+    with pytest.raises(BuildError, match="steps cannot be 8: Input should be a valid tuple"):
+        build(steps=8)  # type: ignore[arg-type]

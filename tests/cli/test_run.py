@@ -80,6 +80,7 @@ def heavy(monkeypatch: pytest.MonkeyPatch) -> Heavy:
         (["--model", "none"], "there is no checkpoint folder none: give --model FOLDER"),
         (["--report", "none/r.json"], "there is no folder none: make it first"),
         (["--report", "r.json"], "skips nothing and has nothing to report: leave --report out"),
+        (["--report", "x.mp4"], "the clip and its report are both to be x.mp4: name two files"),
         ([], "does not say where the other components are: give --model FOLDER"),
     ],
 )

@@ -22,6 +22,10 @@ KINDS = {
     "hoisted": ("eager", "-fold-schedule,-fuse"),
     "folded": ("eager", "-fuse"),
     "inductor": ("inductor", ""),
+    "one": ("eager", ""),
+    "ranks4": ("eager", "sp(ulysses=4)"),
+    "gathered": ("eager", "sp(ulysses=4),dlo(resident=1,mode=allgather)"),
+    "gathered in pieces": ("eager", "sp(ulysses=4),dlo(resident=1,mode=allgather,pieces=3)"),
 }
 
 Engines = Callable[[torch.dtype, str], Path]

@@ -17,12 +17,12 @@ from h3compile.models.h3 import RELEASE_CONFIG
 pytestmark = pytest.mark.slow
 
 GIB = 2**30
-# The aim is 60 s and 4 GiB on two free cores; a busy machine and a cold disk must not fail the test.
-MOST_SECONDS = 150
+# The aim is 60 s and 4 GiB on two free cores. Time is the processor's: what else a busy machine does, or a
+# cold disk, must not fail the test.
 MOST_CPU_SECONDS = 100
 MOST_BYTES = 4 * GIB
-# The same regions are lowered; what is left is the noise of the clock.
-MOST_RATIO = 1.2
+# The same regions are lowered; what is left is the noise of the clock. Lowering by the block would be 17.
+MOST_RATIO = 1.5
 LAYERS = RELEASE_CONFIG["num_layers"]
 
 # Prints seconds, CPU seconds (those of finished compilers included) of every phase, and the peak.
@@ -99,7 +99,6 @@ def test_cost_of_the_released_configuration(built: Callable[[int], Built]) -> No
     print(f"{cost.seconds:.0f} s, {cost.cpu:.0f} CPU s, {cost.peak / GIB:.2f} GiB, {cost.phases}")
     assert cost.peak < MOST_BYTES
     assert cost.cpu < MOST_CPU_SECONDS
-    assert cost.seconds < MOST_SECONDS
 
 
 def test_lowering_does_not_grow_with_depth(built: Callable[[int], Built]) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from h3compile.engine.layout import view
 from h3compile.engine.loader import open_engine
-from h3compile.engine.manifest import fingerprint_of
+from h3compile.engine.manifest import SCHEMA_VERSION, fingerprint_of
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import CheckpointError, EngineError
 from h3compile.program.conditions import Noisier, Shorter
@@ -190,7 +190,7 @@ def test_a_path_out_of_the_engine_is_refused(toy: Toy, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r.update(schema_version=3), r"built by a newer h3compile \(schema 3, not 2\): upgrade h3"),
+        (lambda r: r.update(schema_version=4), r"built by a newer h3compile \(schema 4, not 3\): upgrade h3"),
         (lambda r: r.update(schema_version=0), "is not the record of an engine"),
         (lambda r: r.pop("schema_version"), "is not the record of an engine"),
         (lambda r: r.update(novelty=1), "a field this h3compile does not know: novelty"),
@@ -357,7 +357,7 @@ def test_variants_and_measures_come_back(toy: Toy) -> None:
         toy.write_region(writer)
         written = writer.commit(toy.manifest(**fields))
     read = open_engine(toy.path).manifest
-    assert read == written and read.schema_version == 2
+    assert read == written and read.schema_version == SCHEMA_VERSION
     assert [variant.condition for variant in read.variants["block"]] == [Shorter("rows", 16), Noisier(0.97)]
     # Part of what was asked for, so another choice is another engine.
     later = written.model_copy(update={"variants": {"block": written.variants["block"][:1]}})

@@ -123,7 +123,8 @@ def main(scratch: Path) -> None:
     folder = Path(__file__).parent / f"v{SCHEMA_VERSION}.h3e"
     checkpoint = str(scratch / "checkpoint")
     with vary_installed():
-        h3compile.build(checkpoint, passes="vary", target="cpu", backend="eager", steps=(3,), output=folder)
+        passes = "vary,dlo(resident=1)"
+        h3compile.build(checkpoint, passes=passes, target="cpu", backend="eager", steps=(3,), output=folder)
     given = inputs()
     module = h3compile.load(folder, device="cpu")
     sample, audio = module(**given, return_dict=False)

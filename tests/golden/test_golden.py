@@ -29,6 +29,10 @@ def test_it_loads_and_answers_as_it_did(engine: Path) -> None:
         # Another torch or CPU may round otherwise; a wrong weight or table is off by far more.
         assert distance(value, reference) < 2**-6, name
     assert module.stats.table_hits == 1 and module.stats.table_misses == 1
+    plan = module.manifest.plan
+    assert (plan is not None) == (module.manifest.schema_version >= 3)
+    if plan is not None:
+        assert (plan.blocks, plan.resident, plan.slots) == (("block.0", "block.1"), ("block.0",), 2)
     if tiles is None:
         assert module.measured() == ()
         return

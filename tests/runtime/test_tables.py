@@ -9,6 +9,7 @@ import torch
 from h3compile.engine.manifest import PortRecord
 from h3compile.errors import EngineError, H3CompileError, Interrupted
 from h3compile.runtime.groups import group_tables
+from h3compile.runtime.pinned import HostMemory
 from h3compile.runtime.stats import Stats
 from h3compile.runtime.tables import MANY_TIMESTEPS, ModulationTables, RowStream
 from h3compile.runtime.timesteps import to_bits
@@ -41,19 +42,20 @@ class Cold:
 
 @pytest.fixture
 def make(kit):
-    def make(folded: Sequence[float] = (), budget: int = 10**6, tables=None):
+    def make(folded: Sequence[float] = (), budget: int = 10**6, tables=None, on_host: Sequence[str] = ()):
         cold, stats = Cold(kit.weights()), Stats()
         keys = to_bits(folded)
         return (
             ModulationTables(
                 kit.schedule_calls(),
                 TIMESTEP,
-                group_tables(PORTS, "timesteps"),
+                group_tables(PORTS, "timesteps", on_host),
                 cold=cold,
                 device=CPU,
                 stats=stats,
                 folded=(keys, kit.fold(kit.weights(), keys) if tables is None else tables),
                 budget=budget,
+                host=HostMemory(CPU, limit=10**6),
             ),
             cold,
             stats,
@@ -203,6 +205,19 @@ def test_tables_of_another_shape_are_refused(kit, make) -> None:
     ]
     with pytest.raises(EngineError, match=r"table table_0 of mod.0 does not fit the program"):
         make((0.0,), tables=other)
+
+
+@pytest.mark.parametrize("timesteps", [(0.0,), (0.25, 0.3), (0.3, 0.0, 0.7)])
+def test_exact_rows_of_which_some_lie_on_the_host(kit, make, timesteps) -> None:
+    tables, _, _ = make((0.0, 0.25), on_host=("table_1",))
+    assert_equal(tables.rows(timesteps), expected(kit, timesteps))
+    row, entries = 3 * 16 * 4, 2 + len(set(timesteps) - {0.0, 0.25})
+    assert tables.host_nbytes == entries * row
+    assembled = ENTRY if len(timesteps) > 1 else row  # of one timestep the others lie there already
+    assert tables.nbytes == entries * (ENTRY - row) + len(timesteps) * assembled
+    tables.release()
+    assert tables.nbytes == entries * (ENTRY - row)
+    assert_equal(tables.rows(timesteps), expected(kit, timesteps))
 
 
 @pytest.mark.parametrize("shape", [(8,), ("rows", 8), ("timesteps+1", 8), (8, "timesteps"), ()])

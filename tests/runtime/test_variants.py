@@ -123,7 +123,7 @@ def test_the_timesteps_are_looked_at_once(
     def read(*tensors: torch.Tensor) -> list[float]:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("h3compile.runtime.module.read_timesteps", read)
+    monkeypatch.setattr("h3compile.runtime.forward.read_timesteps", read)
     module(**given)
     with pytest.raises(AssertionError, match="read again"):
         module(**{**given, "timestep": torch.tensor([0.6])})

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from h3compile.engine.loader import open_engine
+from h3compile.runtime.lanes import DONE
 from h3compile.runtime.pool import Pool
-from h3compile.runtime.weights import Weights
+from h3compile.runtime.weights import DeviceRange, Weights
 
 CPU = torch.device("cpu")
 STEP = ("embed.0", "block.0", "block.1", "head.0")
@@ -47,3 +48,30 @@ def test_cold_ranges_go_through_one_buffer(kit, engine: Path) -> None:
         assert torch.equal(second, kit.weights(0)["mod.1"]["weight"])
         assert first.data_ptr() == second.data_ptr()
     assert weights.nbytes == 0
+
+
+def test_a_range_that_comes_later_has_its_place_and_is_filled_once(kit, engine: Path) -> None:
+    folder, pool = open_engine(engine), Pool()
+    later = Weights(folder, "transformer", CPU, pool, ("embed.0",), later=("block.0",))
+    place = later.place("block.0")
+    assert later.place("embed.0").filled and not place.filled
+    # An engine that wants it at once finds the place, and fills it.
+    whole = Weights(folder, "transformer", CPU, pool, STEP)
+    assert whole.place("block.0") is place and place.filled
+    assert torch.equal(later.resident("block.0")[0], kit.weights(0)["block.0"]["weight"])
+    place.fill(lambda data: data.zero_() and DONE)  # too late: the bytes are there
+    assert torch.equal(whole.resident("block.0")[0], kit.weights(0)["block.0"]["weight"])
+
+
+def test_whoever_did_not_bring_the_bytes_waits_for_them() -> None:
+    waited: list[str] = []
+
+    class Copying:
+        def wait(self) -> None:
+            waited.append("copy")
+
+    place = DeviceRange(torch.zeros(4, dtype=torch.uint8))
+    place.fill(lambda data: Copying())
+    assert waited == []
+    place.fill(lambda data: DONE)
+    assert waited == ["copy"]

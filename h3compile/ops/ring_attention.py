@@ -1,0 +1,108 @@
+"""Dense attention over the rows of a ring of ranks: queries stay, keys and values go round."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from h3compile.ops.exchange import by_torch, bytes_of
+from h3compile.ops.exchange_groups import group_of, sent
+from h3compile.ops.numerics import wide
+from h3compile.ops.operator import Cost, define
+
+__all__ = ["RING_ATTENTION"]
+
+aten = torch.ops.aten
+
+
+def _reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, ring: int, group: str
+) -> torch.Tensor:
+    # Without others there is no group to ask.
+    ranks = group_of(group, ring) if ring > 1 else None
+    place = ranks.rank() if ranks is not None else 0
+    length = query.shape[1]
+    held = torch.stack((key[0], value[0]))
+    queries = query.transpose(1, 2)
+    out = queries.new_zeros(queries.shape, dtype=wide(queries[:, :, :0]).dtype)
+    logs = out.new_full(out.shape[:-1], -torch.inf)
+    for turn in range(ring):
+        # Before the product, so that the next stretch arrives behind it.
+        coming = _Passed(held, ranks, place, ring) if ranks is not None and turn + 1 < ring else None
+        valid = min(length, rows - (place - turn) % ring * length)
+        if valid > 0:
+            out, logs = _merged(out, logs, *_attended(queries, *held[:, None, :valid].transpose(2, 3)))
+        if coming is not None:
+            held = coming.wait()
+    return out.to(query.dtype).transpose(1, 2).contiguous()
+
+
+class _Passed:
+    """What a rank holds on its way to the next rank of the ring, and what comes from the one before."""
+
+    def __init__(self, held: torch.Tensor, ranks: dist.ProcessGroup, place: int, ring: int) -> None:
+        self._held, self._coming = held, torch.empty_like(held)
+        after, before = (dist.get_global_rank(ranks, (place + way) % ring) for way in (1, -1))
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, bytes_of(held), after, ranks),
+                dist.P2POp(dist.irecv, bytes_of(self._coming), before, ranks),
+            ]
+        )
+        sent("ring_attention", held.nbytes)
+
+    def wait(self) -> torch.Tensor:
+        """The stretch that came."""
+        for work in self._works:
+            work.wait()
+        return self._coming
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of heads first, and the logarithms of the sums of its exponentials."""
+    if query.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+    elif query.dtype == torch.float32:
+        found = aten._scaled_dot_product_efficient_attention(query, key, value, None, True)
+    else:
+        found = aten._scaled_dot_product_flash_attention(query, key, value)
+    # Some kernels give more logarithms than there are rows.
+    return found[0], found[1][..., : query.shape[2]]
+
+
+def _merged(
+    out: torch.Tensor, logs: torch.Tensor, more: torch.Tensor, more_logs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys from that over each."""
+    both = torch.logaddexp(logs, more_logs)
+    share, rest = ((part - both).exp().unsqueeze(-1) for part in (logs, more_logs))
+    return out * share + more * rest, both
+
+
+def _fake(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape)
+
+
+def _cost(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, ring: int, group: str
+) -> Cost:
+    length, heads, width = query.shape[1:]
+    kind = str(query.dtype).removeprefix("torch.")
+    stretch = key.nbytes + value.nbytes
+    moved = 2 * query.nbytes + 2 * ring * stretch
+    return Cost({kind: 4 * heads * length * rows * width}, moved, stretch * (ring - 1))
+
+
+# query, key, value [1, C, heads, D], the stretch of this rank, which is number r of the ring and has rows r*C
+# to (r+1)*C of the sequence; returns the same shape. Rows from ``rows`` on are padding: as keys they are left
+# out, as queries their results are of no use.
+RING_ATTENTION = define(
+    "ring_attention",
+    "(Tensor query, Tensor key, Tensor value, SymInt rows, int ring, str group) -> Tensor",
+    reference=_reference,
+    fake=_fake,
+    cost=_cost,
+    providers=by_torch("ring_attention"),
+)

@@ -1,0 +1,334 @@
+"""Watches over the ranks of an engine: one that fails, ends or hangs ends the forward of all of them.
+
+A rank that waits in an exchange learns nothing: it would wait for as long as its backend allows. So a thread
+of every rank tells the others through their store how far it is, looks at what they tell, and where one of
+them cannot go on frees its own rank from the exchange. Between forwards the thread sleeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from h3compile.errors import H3CompileError, Interrupted, RankFailure
+from h3compile.runtime.peers import Peers
+from h3compile.runtime.verdict import Beat, judge
+
+__all__ = ["PATIENCE", "Store", "Watch", "end_process"]
+
+# Seconds without progress of any rank after which a forward is given up. The first block of a cold engine
+# may wait for its disk; the backends' own limits are ten minutes and more.
+PATIENCE = 120.0
+
+# Seconds between two beats, and about what it takes to hear of a failure.
+_PERIOD = 0.25
+
+# Seconds in which a rank that is freed from its exchange must have left the forward, before its process ends.
+_GRACE = 5.0
+
+# Seconds for which an error that may follow from another rank's failure waits for word of that.
+_HEARING = 2.0
+
+_FAILED = "failed"
+_LOST = "look at the output of every rank"
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+def end_process(failure: RankFailure) -> None:
+    """The last resort: ends this process, with the reason where it is the one to report it."""
+    if failure.mine:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@dataclass
+class _State:
+    """What thread and forward share. The thread knows nothing else, so that a module can be let go."""
+
+    store: Store
+    rank: int
+    size: int
+    peers: Peers
+    patience: float
+    sent: Callable[[], int]
+    abort: Callable[[], None]
+    last_resort: Callable[[RankFailure], object] = end_process
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    closing: bool = False
+    forward: int = 0
+    inside: int | None = None  # the thread that is in a forward
+    ticked: float = 0.0
+    number: int = 0
+    told: bool = False  # whether the last beat said that this rank is in a forward
+    failure: RankFailure | None = None
+    freed: bool = False  # whether that was acted upon
+    heard: dict[int, tuple[Beat, float]] = field(default_factory=dict)  # rank -> its last beat, and when
+
+
+class Watch:
+    """The watch of rank ``rank`` of ``size``, over a ``store`` that no other thread uses.
+
+    ``sent`` counts the bytes sent so far, and ``abort`` frees this rank from a running exchange, as far as
+    the backend can. Where it is not free within seconds after that, the process ends: see `at_last_resort`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        peers: Peers,
+        *,
+        patience: float = PATIENCE,
+        sent: Callable[[], int] = lambda: 0,
+        abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._state = _State(store, rank, size, peers, patience, sent, abort)
+        self._looked = 0.0
+        _beat(self._state)
+        thread = threading.Thread(target=_run, args=(self._state,), name="h3compile-watch", daemon=True)
+        self._end = weakref.finalize(self, _close, self._state, thread)
+        thread.start()
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """Why the ranks cannot go on; None while nothing is known."""
+        return self._state.failure
+
+    @property
+    def number(self) -> int:
+        """How many forwards were begun."""
+        return self._state.forward
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Watches while the block runs. What leaves it as an error ends the forward of every rank.
+
+        Raises the first failure of any rank, `RankFailure`, in the place of what follows from it.
+        """
+        state = self._state
+        self.check()
+        with state.changed:
+            state.forward += 1
+            state.ticked = time.monotonic()
+            state.heard.clear()
+            state.inside = threading.get_ident()
+            state.changed.notify_all()
+        try:
+            yield
+            self.check()
+        except RankFailure:
+            raise
+        except BaseException as error:
+            known = self._settle(error)
+            if known.rank == self._state.rank and known.mine:
+                raise
+            raise _fresh(known) from error
+        finally:
+            with state.changed:
+                state.inside = None
+                state.changed.notify_all()
+
+    def tick(self) -> None:
+        """This rank came further. Raises `RankFailure` when another one did not."""
+        self._state.ticked = time.monotonic()
+        self.check()
+
+    def check(self) -> None:
+        """Raises `RankFailure` when one is known."""
+        if self._state.failure is not None:
+            raise _fresh(self._state.failure)
+
+    def look(self) -> None:
+        """Looks for a failure while no forward runs, at most a few times a second, and raises it."""
+        state, now = self._state, time.monotonic()
+        if now - self._looked < _PERIOD:
+            return
+        self._looked = now
+        with state.changed:
+            if state.failure is None:
+                state.failure = _told(state)
+            ended = state.peers.ended()
+            if state.failure is None and ended:
+                found = RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True)
+                state.failure = _announce(state, found)
+        self.check()
+
+    def lost(self, error: RuntimeError) -> RankFailure:
+        """The failure that an ``error`` of the store stands for."""
+        with self._state.changed:
+            self._state.failure = self._state.failure or _lost(self._state, error)
+            return _fresh(self._state.failure)
+
+    def at_last_resort(self, end: Callable[[RankFailure], object]) -> None:
+        """Has ``end`` called where a rank does not come free, in the place of `end_process`."""
+        self._state.last_resort = end
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._end()
+
+    def _settle(self, error: BaseException) -> RankFailure:
+        """The failure that all ranks agree on, after ``error`` left the forward of this one."""
+        state = self._state
+        if _may_follow(error):
+            deadline = time.monotonic() + _HEARING
+            while state.failure is None and time.monotonic() < deadline:
+                time.sleep(_PERIOD / 10)  # the thread looks
+        with state.changed:
+            if state.failure is None:
+                cause = f"rank {state.rank} {_what(error)}"
+                mend = error.mend if isinstance(error, H3CompileError) else ""
+                state.failure = _announce(state, RankFailure(cause, mend, rank=state.rank, mine=True))
+            return state.failure
+
+
+def _run(state: _State) -> None:
+    while True:
+        with state.changed:
+            state.changed.wait_for(lambda: state.closing or _busy(state))
+            if state.closing:
+                return
+            if state.failure is None:
+                _look(state)
+            failure = state.failure
+            if failure is None:
+                state.changed.wait(_PERIOD)
+                continue
+            state.freed = True
+        # In a thread of its own: some backends wait for each other even here.
+        threading.Thread(target=state.abort, name="h3compile-abort", daemon=True).start()
+        with state.changed:
+            if not state.changed.wait_for(lambda: state.closing or state.inside is None, _GRACE):
+                state.last_resort(failure)
+
+
+def _busy(state: _State) -> bool:
+    if state.failure is not None:
+        return not state.freed
+    return state.inside is not None or state.told  # or the others still take it for being inside
+
+
+def _look(state: _State) -> None:
+    try:
+        _beat(state)
+        if state.inside is not None:
+            state.failure = _told(state) or _judged(state)
+    except RuntimeError as error:  # of the store
+        state.failure = _lost(state, error)
+
+
+def _lost(state: _State, error: RuntimeError) -> RankFailure:
+    ended = state.peers.ended()
+    if ended:
+        return RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True)
+    return RankFailure(
+        f"the process that holds the ranks' store has ended ({_line(error)})", _LOST, mine=True
+    )
+
+
+def _beat(state: _State) -> None:
+    state.number += 1
+    still = time.monotonic() - state.ticked if state.inside is not None else 0.0
+    waits = still > 2 * _PERIOD and state.inside is not None and _exchanges(state.inside)
+    beat = Beat(state.number, state.forward, state.inside is not None, still, state.sent(), waits)
+    state.store.set(f"beat/{state.rank}", beat.encode())
+    state.told = beat.inside
+
+
+def _told(state: _State) -> RankFailure | None:
+    """The failure that a rank announced."""
+    if not state.store.check([_FAILED]):
+        return None
+    return _decode(state, state.store.multi_get([_FAILED])[0])
+
+
+def _judged(state: _State) -> RankFailure | None:
+    """The failure that follows from what the ranks tell."""
+    now = time.monotonic()
+    beats = [Beat.decode(text.decode()) for text in state.store.multi_get(_beats(state.size))]
+    for rank, beat in enumerate(beats):
+        last = state.heard.get(rank)
+        if last is None or last[0].number != beat.number:
+            state.heard[rank] = (beat, now)
+    # Outside of its forwards a rank says nothing.
+    unheard = {rank: now - since for rank, (beat, since) in state.heard.items() if beat.inside}
+    found = judge(state.rank, beats, unheard, state.peers.ended(), state.patience)
+    return None if found is None else _announce(state, found)
+
+
+def _beats(size: int) -> list[str]:
+    return [f"beat/{rank}" for rank in range(size)]
+
+
+def _announce(state: _State, failure: RankFailure) -> RankFailure:
+    """Tells all ranks; what they were told first counts, and is returned."""
+    word = json.dumps([failure.cause, failure.mend, failure.rank, state.rank])
+    try:
+        return _decode(state, state.store.compare_set(_FAILED, "", word))
+    except RuntimeError:  # the store is gone, and with it whoever else could be told
+        return failure
+
+
+def _decode(state: _State, word: bytes) -> RankFailure:
+    cause, mend, rank, by = json.loads(word)
+    return RankFailure(cause, mend, rank=rank, mine=by == state.rank)
+
+
+def _fresh(failure: RankFailure) -> RankFailure:
+    """The same failure, to be raised once more."""
+    return RankFailure(failure.cause, failure.mend, rank=failure.rank, mine=failure.mine)
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether an error looks like that of an exchange, which fails when another rank does."""
+    words = ("gloo", "nccl", "connection", "process group", "timed out", "store")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def _what(error: BaseException) -> str:
+    if isinstance(error, (KeyboardInterrupt, Interrupted)):
+        return "was interrupted"
+    if isinstance(error, H3CompileError):
+        return f"failed: {error.cause}"
+    return f"failed with {type(error).__name__}: {_line(error) or 'no message'}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _exchanges(thread: int) -> bool:
+    """Whether a thread is in a collective of torch."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _close(state: _State, thread: threading.Thread) -> None:
+    with state.changed:
+        state.closing = True
+        state.changed.notify_all()
+    if thread is not threading.current_thread():
+        with suppress(RuntimeError):
+            thread.join(_GRACE)
+    state.peers.close()
