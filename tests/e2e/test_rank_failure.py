@@ -80,6 +80,7 @@ def test_a_clip_of_four_ranks_is_that_of_one(engines: Engines, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.mp4", "ranks4.mp4"]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "line"),

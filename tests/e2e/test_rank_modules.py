@@ -26,6 +26,7 @@ def outputs(module: CompiledTransformer, forwards: list[Inputs]) -> list[tuple[t
     return [module(**inputs, return_dict=False) for inputs in forwards]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("task", PARTITIONS)
 def test_ranks_give_what_one_gives(
     engines: Callable[..., Path],
@@ -140,6 +141,7 @@ def test_one_process_is_told_how_to_start_them(engines: Callable[..., Path]) -> 
         h3compile.load(engines(torch.float32, "ranks4"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["gathered", "gathered in pieces"])
 def test_blocks_gathered_from_shards_of_all_ranks_give_the_same_bits(
     engines: Callable[..., Path],

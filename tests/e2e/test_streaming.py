@@ -60,6 +60,7 @@ def forwards(requests_of: Callable[..., Iterator[Inputs]]) -> Callable[[torch.dt
     return of
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kind"), CHECKED, ids=lambda value: str(value).removeprefix("torch."))
 def test_exact_every_count_of_residents_and_slots(dtype: torch.dtype, kind: str, engines, forwards) -> None:

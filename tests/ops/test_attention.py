@@ -9,6 +9,8 @@ import torch
 
 from h3compile.ops.online_softmax import Q_TILE
 
+pytestmark = pytest.mark.matrix
+
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Outputs = tuple[torch.Tensor, ...]
 Launched = Callable[..., Outputs]

@@ -10,6 +10,8 @@ import torch
 from h3compile.ops.numerics import FP8
 from h3compile.ops.operator import Operand
 
+pytestmark = pytest.mark.matrix
+
 Operands = tuple[Operand, ...]
 Outputs = tuple[torch.Tensor, ...]
 Launched = Callable[..., Outputs]

@@ -12,6 +12,8 @@ from h3compile.ops.launch import Launch
 from h3compile.ops.numerics import FP8
 from h3compile.ops.online_softmax import K_TILE, Q_TILE
 
+pytestmark = pytest.mark.matrix
+
 Outputs = tuple[torch.Tensor, ...]
 Launched = Callable[..., Outputs]
 

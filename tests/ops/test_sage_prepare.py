@@ -9,6 +9,8 @@ import torch
 
 from h3compile.ops import Operator
 
+pytestmark = pytest.mark.matrix
+
 Outputs = tuple[torch.Tensor, ...]
 Launched = Callable[..., Outputs]
 

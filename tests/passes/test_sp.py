@@ -133,6 +133,7 @@ def assert_as_on_one(got: Sequence[Outputs], one: One, exact: Sequence[Outputs] 
             assert away <= FP32_BOUND, f"{name}: {away:.3e} from one rank"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "passes"), [(2, EXACT), (4, FUSED), (8, FUSED)], ids=["2-exact", "4-fused", "8-fused"]
 )
@@ -144,6 +145,7 @@ def test_ranks_compute_what_one_computes(
     assert_as_on_one(on_all(on_ranks, program, one.case), one)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "passes"), [(4, LOSSY), (2, (*EXACT, Sage(k_block=16)))], ids=["4-fp8-sage-skip", "2-sage"]
 )
@@ -158,6 +160,7 @@ def test_with_lossy_passes_the_error_is_that_of_one_rank(
     assert_as_on_one(on_all(on_ranks, program, one.case), one, exact)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("item", "passes"),
     [

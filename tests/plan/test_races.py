@@ -68,7 +68,11 @@ def plans(total: int, counts: Iterable[int], slots: Sequence[int] = (1, 2, 3, 4)
 FEW = [plan for plan in plans(3, (0, 1, 3), slots=(1, 2)) if plan.pieces in (1, 3)]
 MANY = [*plans(4, range(5), slots=(1, 2, 3)), *plans(5, (2,), slots=(2, 4))]
 SAMPLES = pytest.mark.parametrize(
-    "sample", [pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
+    "sample",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param(MANY, id="many", marks=[pytest.mark.slow, pytest.mark.matrix]),
+    ],
 )
 
 
