@@ -18,8 +18,9 @@ import torch
 Inputs = dict[str, torch.Tensor]
 
 
-# Tests marked ``matrix`` are many of a kind: a run takes one in so many of them, another commit others.
+# Of tests that are slow, or many of a kind, a run without a GPU takes one in so many; another commit, others.
 SHARDS = 3
+SHARDED = ("slow", "matrix")
 
 
 def shard() -> int | None:
@@ -34,18 +35,18 @@ def shard() -> int | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    taken = shard()
-    if taken is not None:
-        others = [
-            item
-            for item in items
-            if item.get_closest_marker("matrix") and zlib.crc32(item.nodeid.encode()) % SHARDS != taken
-        ]
-        config.hook.pytest_deselected(items=others)
-        left = set(others)
-        items[:] = [item for item in items if item not in left]
     if torch.cuda.is_available():
         return
+    taken = shard()
+    if taken is not None:
+        others = {
+            item
+            for item in items
+            if any(map(item.get_closest_marker, SHARDED))
+            and zlib.crc32(item.nodeid.encode()) % SHARDS != taken
+        }
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
