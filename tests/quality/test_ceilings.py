@@ -54,6 +54,7 @@ def here(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]
     monkeypatch.setattr(ceilings, "current_device", lambda: CudaDevice(name, capability, 96 * 10**9))
 
 
+@pytest.mark.slow
 def test_the_cpu_is_measured_and_its_file_is_its_target(no_gpu: None, tmp_path: Path) -> None:
     told = Told()
     target = measure(SMALL, told, seconds=0.002)
@@ -72,6 +73,7 @@ def test_the_cpu_is_measured_and_its_file_is_its_target(no_gpu: None, tmp_path: 
     assert again.rate("gemm.float32").reached == pytest.approx(target.rate("gemm.float32").reached)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_left_out_and_said(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> object:
         raise RuntimeError("no kernel image\nmore")
@@ -102,6 +104,7 @@ def test_what_cannot_be_done_is_left_out_and_said(no_gpu: None, monkeypatch: pyt
     ]
 
 
+@pytest.mark.slow
 def test_an_interrupt_goes_through(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> object:
         raise KeyboardInterrupt

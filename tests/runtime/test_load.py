@@ -35,6 +35,7 @@ def test_two_partitions_share_what_is_equal(kit, engine: Path) -> None:
     assert not torch.equal(one(**given).sample, other(**given).sample)
 
 
+@pytest.mark.slow
 def test_what_was_shared_is_freed_with_its_last_user(engine: Path) -> None:
     pool = Pool()
     one, other = load(engine, share=pool), load(engine, share=pool)
