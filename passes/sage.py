@@ -24,12 +24,13 @@ from h3compile.program.region import Port, Region
 from h3compile.program.stages import Stage
 from h3compile.program.variants import add_variant
 from h3compile.targets import Target
+from h3compile.targets.keys import WITHOUT_INT8, default_keys
 
 __all__ = ["Sage"]
 
 ours = torch.ops.h3compile
 
-_WITHOUT_INT8 = ("sm_103a",)
+_SPELLED = {"float8_e4m3fn": "fp8_e4m3", "int8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Sage(Pass):
     def apply(self, program: Program, target: Target) -> Rewrite:
         require_fp8(target, self.name)
         options = self.options(target)
-        if options.qk == "int8" and target.arch in _WITHOUT_INT8:
+        if options.qk == "int8" and target.arch in WITHOUT_INT8:
             raise BuildError(
                 f"the tensor cores of {target.name} ({target.arch}) multiply no integers",
                 "build with sage(qk=fp8_e4m3)",
@@ -103,12 +104,8 @@ class Sage(Pass):
 
 
 def _defaults(target: Target) -> SageOptions:
-    # Measured on an H200 (docs/attention.md): INT8 keys are a third more accurate than E4M3 and 2 % slower;
-    # with the mean of K removed a scale for every 16 keys gains 10 % and costs 11 % of the speed. For
-    # Blackwell data-center parts, whose later ones have no INT8 tensor cores, what B300 deployments use.
-    if target.capability is not None and target.capability[0] == 10:
-        return SageOptions("fp8_e4m3", 16, True)
-    return SageOptions("int8", 128, True)
+    kind, block = default_keys(target.arch)
+    return SageOptions(_SPELLED[kind], block, True)
 
 
 def _length(node: fx.Node) -> str:

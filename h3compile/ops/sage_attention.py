@@ -23,6 +23,7 @@ from h3compile.ops.sage_cudnn import CUDNN
 from h3compile.ops.sage_flashinfer import FLASHINFER, FLASHINFER_SKIP
 from h3compile.ops.sage_quantized import key_order
 from h3compile.ops.sage_scales import K_BLOCKS, WHOLE, kernel_block, spread
+from h3compile.targets.keys import WITHOUT_INT8
 
 __all__ = ["SAGE_ATTENTION", "SAGE_SKIP_ATTENTION"]
 
@@ -163,7 +164,7 @@ def _illegal(
         return f"no kernel for {str(dtype).removeprefix('torch.')}"
     if k_block not in (WHOLE, *K_BLOCKS):
         return f"no kernel for {k_block} keys a scale"
-    if q.dtype == torch.int8 and arch == "sm_103a":
+    if q.dtype == torch.int8 and arch in WITHOUT_INT8:
         return "its tensor cores multiply no integers"
     return unsupported_heads(q.shape[2]) or unsupported(arch, (), fp8=True)
 
@@ -247,7 +248,7 @@ def _launch_skip(
 def _cost(q: torch.Tensor, *_: object) -> Cost:
     heads, rows, width = q.shape
     moved = 3 * q.numel() + 2 * q.numel()
-    return attention_cost(q, "float8_e4m3fn", heads, rows, width, moved)
+    return attention_cost(q, str(q.dtype).removeprefix("torch."), heads, rows, width, moved)
 
 
 _OPERANDS = (

@@ -19,6 +19,7 @@ from h3compile.plan.schedule import Compute, Copy, Gather
 from h3compile.plan.simulate import steady_step_seconds
 from h3compile.plan.work import CallWork, Piece, ProgramWork, RegionWork
 from h3compile.targets import Target
+from h3compile.targets.keys import default_keys
 
 __all__ = [
     "Parallel",
@@ -117,10 +118,8 @@ def piece_seconds(
 
 
 def _rate_key(piece: Piece, target: Target) -> str:
-    """The rate of a piece; `passes/sage.py` takes E4M3 for INT8 keys on Blackwell's large parts."""
-    if piece.rate == "attention.int8" and target.capability is not None and target.capability[0] == 10:
-        return "attention.float8_e4m3fn"
-    return piece.rate
+    """The rate of a piece: SAGE, whose work was counted with INT8 keys, takes what the target prefers."""
+    return f"attention.{default_keys(target.arch)[0]}" if piece.rate == "attention.int8" else piece.rate
 
 
 def _of_a_copy(piece: Piece) -> float:

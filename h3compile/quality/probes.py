@@ -18,6 +18,7 @@ from h3compile.ops.operator import Operand, Operator, Outputs
 from h3compile.ops.sage_attention import SAGE_ATTENTION
 from h3compile.ops.sage_prepare import SAGE_PREPARE
 from h3compile.quality.clock import Work
+from h3compile.targets.keys import default_keys
 
 __all__ = ["Compiling", "Probe", "attention", "copy", "linears", "sage"]
 
@@ -143,8 +144,7 @@ def sage(
     ``rotated`` channels of each head are turned, as they are where its operands are made.
     """
     spelled = _SAGE_TYPES[kind]
-    # Keys that share a scale, as the pass chooses them.
-    block = 16 if arch.startswith("sm_10") else 128
+    _, block = default_keys(arch)
 
     def made(name: str) -> Callable[[], Work]:
         def make() -> Work:
