@@ -19,8 +19,8 @@ from h3compile.ops.attention import HEAD_DIM
 from h3compile.ops.launch import Run
 from h3compile.ops.numerics import E4M3_MAX, FP8
 from h3compile.ops.operator import Operand, Provider
-from h3compile.ops.package import Package, on_device_of, without_data
-from h3compile.ops.sage_layout import value_rows
+from h3compile.ops.package import Package
+from h3compile.ops.sage_layout import attend_inside, unfit
 from h3compile.ops.sage_scales import WHOLE
 
 __all__ = ["CUDNN", "Described"]
@@ -127,11 +127,7 @@ def _illegal(
         return "cuDNN takes one scale a tensor: sage(q_block=0,k_block=0)"
     if q.dtype != FP8 or v.dtype != FP8:
         return "operands must be E4M3"
-    if q.shape[2] != HEAD_DIM:
-        return f"heads have {q.shape[2]} channels, not {HEAD_DIM}"
-    if dtype != torch.bfloat16:
-        return f"its result is bfloat16, not {str(dtype).removeprefix('torch.')}"
-    return None
+    return unfit(q, dtype)
 
 
 def _reserved(arch: str, *_: Operand) -> str | None:
@@ -152,37 +148,32 @@ def _launch(
     valid: int | None = None,
 ) -> torch.Tensor:
     heads, rows, width = q.shape
-    values = value_rows(run, v, rows)
-    out = q.new_empty((1, rows, heads, width), dtype=dtype)
-    if without_data(q):
-        return out
-    count = rows if valid is None else valid
     result = _RESULTS[arch]
-    inside = out[0, :count]
-    raw = inside if result == dtype else torch.empty_like(inside, dtype=result)
 
     def number(value: float) -> torch.Tensor:
         return torch.full((1, 1, 1, 1), value, device=q.device)
 
-    operands = {
-        "q": q[None, :, :count],
-        "k": k[None, :, :count],
-        "v": values[None, :count].transpose(1, 2),
-        "descale_q": q_scale.view(1, 1, 1, 1),
-        "descale_k": k_scale.view(1, 1, 1, 1),
-        # A result no larger than the largest value, in units of the scales that follow.
-        "descale_v": number(1.0),
-        "scale_o": number(1.0),
-        # Probabilities are at most one.
-        "descale_s": number(1 / E4M3_MAX),
-        "scale_s": number(E4M3_MAX),
-    }
-    with on_device_of(q):
+    def attend(values: torch.Tensor, inside: torch.Tensor) -> None:
+        count = inside.shape[0]
+        raw = inside if result == dtype else torch.empty_like(inside, dtype=result)
+        operands = {
+            "q": q[None, :, :count],
+            "k": k[None, :, :count],
+            "v": values[None].transpose(1, 2),
+            "descale_q": q_scale.view(1, 1, 1, 1),
+            "descale_k": k_scale.view(1, 1, 1, 1),
+            # A result no larger than the largest value, in units of the scales that follow.
+            "descale_v": number(1.0),
+            "scale_o": number(1.0),
+            # Probabilities are at most one.
+            "descale_s": number(1 / E4M3_MAX),
+            "scale_s": number(E4M3_MAX),
+        }
         plan = _plan(heads, count, rows * width, result, q.device.index)
         plan(operands, raw[None].transpose(1, 2))
-    torch.mul(raw.to(dtype), v_scale, out=inside)
-    out[0, count:] = 0
-    return out
+        torch.mul(raw.to(dtype), v_scale, out=inside)
+
+    return attend_inside(run, q, v, dtype, valid, attend)
 
 
 CUDNN = Provider("cudnn", _illegal, _launch, _PACKAGE, _reserved)

@@ -19,13 +19,13 @@ from collections.abc import Mapping
 import torch
 from packaging.version import Version
 
-from h3compile.ops.attention import HEAD_DIM, nothing_skipped
+from h3compile.ops.attention import nothing_skipped
 from h3compile.ops.launch import Run
 from h3compile.ops.numerics import FP8
 from h3compile.ops.online_softmax import K_TILE
 from h3compile.ops.operator import Operand, Provider
-from h3compile.ops.package import Package, installed, on_device_of, without_data
-from h3compile.ops.sage_layout import rows_first, value_rows
+from h3compile.ops.package import Package, installed
+from h3compile.ops.sage_layout import attend_inside, rows_first, unfit
 from h3compile.ops.sage_scales import K_BLOCKS, WHOLE
 
 __all__ = ["FLASHINFER", "FLASHINFER_SKIP"]
@@ -66,11 +66,7 @@ def _illegal(
         return f"its kernels with INT8 keys are for {', '.join(_WITH_INT8)}"
     if q.dtype not in (FP8, torch.int8) or v.dtype != FP8:
         return "queries and keys must be E4M3 or int8, values E4M3"
-    if q.shape[2] != HEAD_DIM:
-        return f"heads have {q.shape[2]} channels, and its kernel takes {HEAD_DIM}"
-    if dtype != torch.bfloat16:
-        return f"its result is bfloat16, not {str(dtype).removeprefix('torch.')}"
-    return None
+    return unfit(q, dtype)
 
 
 def _reserved(arch: str, *_: Operand) -> str | None:
@@ -97,27 +93,24 @@ def _launch(
     dtype: torch.dtype,
     valid: int | None = None,
 ) -> torch.Tensor:
-    heads, rows, width = q.shape
-    values = value_rows(run, v, rows)
-    out = q.new_empty((1, rows, heads, width), dtype=dtype)
-    if without_data(q):
-        return out
-    count = rows if valid is None else valid
-    inside, parts = out[0, :count], (rows_first(q, count), rows_first(k, count), values[:count])
-    with on_device_of(q):
+    score_scale = q.shape[2] ** -0.5
+
+    def attend(values: torch.Tensor, inside: torch.Tensor) -> None:
+        count = inside.shape[0]
+        parts = rows_first(q, count), rows_first(k, count), values
         if arch == "sm_90a":
             torch.mul(_by_fa3(parts, q_scale, k_scale, dtype), v_scale, out=inside)
         elif k_block == WHOLE:
             unit = torch.ones_like(q_scale).view(1)
-            _by_trtllm(parts, inside, (q_scale * k_scale * width**-0.5).view(1), unit, {})
+            _by_trtllm(parts, inside, (q_scale * k_scale * score_scale).view(1), unit, {})
             torch.mul(inside, v_scale, out=inside)
         else:
             blocks = k_scale.repeat_interleave(k_block // _KEYS, 1)[:, : -(-count // _KEYS)]
             scales = (q_scale[:, :count].contiguous(), blocks.contiguous(), None, v_scale)
             sage = {"sage_attn_sfs": scales, "num_elts_per_sage_attn_blk": (1, _KEYS, 0, 1)}
-            _by_trtllm(parts, inside, width**-0.5, 1.0, sage)
-    out[0, count:] = 0
-    return out
+            _by_trtllm(parts, inside, score_scale, 1.0, sage)
+
+    return attend_inside(run, q, v, dtype, valid, attend)
 
 
 def _by_fa3(
