@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from h3compile.cli.asked import Frames, Size, Steps
 from h3compile.cli.values import check_writable, parse_size
 from h3compile.errors import H3CompileError, nearest
 from h3compile.plan.amounts import parse_bytes
@@ -55,12 +56,8 @@ def plan(
         list[str] | None,
         typer.Option(metavar="PASS", help="A lossy pass that may be added, fp8 or sage; repeat for more."),
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="In pixels, multiples of 32.  [default: 1344x768]")
-    ] = None,
-    frames: Annotated[
-        int | None, typer.Option(metavar="N", help="At 24 a second; rounded up to 17 n + 5.  [default: 124]")
-    ] = None,
+    size: Size = None,
+    frames: Frames = None,
     seconds: Annotated[float | None, typer.Option(metavar="S", help="The length instead, 5 to 15.")] = None,
     task: Annotated[
         str | None,
@@ -73,9 +70,7 @@ def plan(
         int | None,
         typer.Option(metavar="N", help="Rows of key frames or references.  [default: the task's]"),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Grid points; N are N - 1 forwards.  [default: 50]")
-    ] = None,
+    steps: Steps = None,
     components: Annotated[
         str | None,
         typer.Option(
