@@ -86,17 +86,19 @@ def launch_rows(
     arguments: Mapping[str, torch.Tensor | int | None],
     *,
     warp_columns: int = 2048,
+    registers: int | None = None,
     **constants: Constant,
 ) -> None:
     """Launch one program for each of ``rows`` rows of ``width`` columns.
 
     A warp takes ``warp_columns`` of them, or more where eight warps are too few: by default as many as fit in
-    registers, for fewer threads wait for each other.
+    registers, for fewer threads wait for each other. ``registers`` limits those of a thread.
     """
     contiguous(kernel, arguments)
     warps = next((warps for warps in (1, 2, 4) if width <= warp_columns * warps), 8)
     block = 32 * _COLUMNS * warps
-    launch(run, kernel, (rows, 1, 1), arguments, {**constants, "WIDTH": width, "BLOCK": block}, warps=warps)
+    constants |= {"WIDTH": width, "BLOCK": block}
+    launch(run, kernel, (rows, 1, 1), arguments, constants, warps=warps, registers=registers)
 
 
 def empty_fp8(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

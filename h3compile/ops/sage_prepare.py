@@ -118,12 +118,14 @@ class Pass:
 
     A program takes ``rows`` rows of up to ``heads`` heads, which share what it reads of the tables, and
     requests a head ``ahead`` heads before it computes it. Two rows a warp: eight channels of a row a thread.
+    ``registers`` is a limit for a thread.
     """
 
     rows: int = 8
     heads: int = 8
-    ahead: int = 2
+    ahead: int = 1
     warps: int = 4
+    registers: int | None = None
 
     def group(self, heads: int) -> int:
         """The heads of a program where there are ``heads``."""
@@ -140,14 +142,15 @@ class Tuning:
     that writes K holds a block of it.
     """
 
-    run: int = 256
+    run: int = 128
     members: int = 2
-    stages: int = 3
+    stages: int = 4
     k_ahead: int = 1
-    v_ahead: int = 4
+    v_ahead: int = 8
     warps: int = 4
+    registers: int | None = 128
     query: Pass = Pass()
-    key: Pass = Pass()
+    key: Pass = Pass(rows=4, heads=4, ahead=3, warps=2)
     extrema: bool = True
     v_channels: int = 128
     v_warps: int = 8
@@ -155,11 +158,12 @@ class Tuning:
 
 # By keys a scale: a block of 16 fits in the registers of a program.
 TUNING = {
-    16: Tuning(extrema=False, key=Pass(rows=16, ahead=8, warps=8)),
+    16: Tuning(
+        stages=1, registers=None, extrema=False, key=Pass(rows=16, heads=4, ahead=4, warps=8, registers=64)
+    ),
     64: Tuning(),
     128: Tuning(),
 }
-
 
 # Of the small kernels: runs and channels that a program reduces at a time, and key blocks it takes.
 _RUNS, _CHANNELS, _COUNT = 32, 32, 16
@@ -263,6 +267,7 @@ def launched(
                 "AHEAD": how.ahead,
             },
             warps=how.warps,
+            registers=how.registers,
         )
 
     quantize("q", q_scale, 1, given=False)
@@ -338,6 +343,7 @@ def _statistics(
             "V_AHEAD": tuning.v_ahead,
         },
         warps=tuning.warps,
+        registers=tuning.registers,
     )
     launch(
         run,

@@ -28,5 +28,5 @@ def gate_norm_modulate_kernel(
         parts += (value + load_cached(entry + GATE * WIDTH, part, WIDTH, BLOCK) * added,)
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         store_part(residual + row * WIDTH, parts[part], part, WIDTH, BLOCK)
-    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK, False)
+    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK)
     store_row(values, out, scales, static_scale, row, WIDTH, BLOCK)

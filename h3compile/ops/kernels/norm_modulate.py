@@ -11,37 +11,17 @@ __all__ = ["modulated", "norm_modulate_kernel"]
 
 
 @triton.jit
-def modulated(
-    parts, weight, shift, scale,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """``norm(x) * (1 + scale) + shift`` of the parts of a row, in float32.
-
-    With EARLY weight and scale are read before the sum of squares, which all warps wait for; no load moves
-    over that barrier by itself.
-    """
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(part_count(WIDTH, BLOCK)):
+def modulated(parts, weight, shift, scale, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``norm(x) * (1 + scale) + shift`` of the parts of a row, in float32."""
+    squares = parts[0] * parts[0]
+    for part in tl.static_range(1, part_count(WIDTH, BLOCK)):
         squares += parts[part] * parts[part]
-    if EARLY:
-        values = _weighted(parts, weight, scale, WIDTH, BLOCK)
-        inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
-    else:
-        inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
-        values = _weighted(parts, weight, scale, WIDTH, BLOCK)
-    shifted = ()  # type: tuple[tl.tensor, ...]
-    for part in tl.static_range(part_count(WIDTH, BLOCK)):
-        shifted += (values[part] * inverse + load_cached(shift, part, WIDTH, BLOCK),)
-    return shifted
-
-
-@triton.jit
-def _weighted(parts, weight, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + EPS)
     values = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         factor = load_cached(weight, part, WIDTH, BLOCK)
         factor += factor * load_cached(scale, part, WIDTH, BLOCK)
-        values += (parts[part] * factor,)
+        values += (parts[part] * factor * inverse + load_cached(shift, part, WIDTH, BLOCK),)
     return values
 
 
@@ -49,7 +29,7 @@ def _weighted(parts, weight, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def norm_modulate_kernel(
     x, weight, table, index, out, scales, static_scale, period,
     SHIFT: tl.constexpr, SCALE: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row. x, out [rows, WIDTH], weight [WIDTH], table [T, STRIDE], index int64 [period].
 
@@ -61,5 +41,5 @@ def norm_modulate_kernel(
     parts = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(part_count(WIDTH, BLOCK)):
         parts += (load_once(x + row * WIDTH, part, WIDTH, BLOCK),)
-    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK, EARLY)
+    values = modulated(parts, weight, entry + SHIFT * WIDTH, entry + SCALE * WIDTH, EPS, WIDTH, BLOCK)
     store_row(values, out, scales, static_scale, row, WIDTH, BLOCK)
