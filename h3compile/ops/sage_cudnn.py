@@ -155,6 +155,10 @@ def _launch(
 
     def attend(values: torch.Tensor, inside: torch.Tensor) -> None:
         count = inside.shape[0]
+        if count == 1:
+            # cuDNN has no plan for one query on Hopper; the softmax of one score is one.
+            torch.mul(values.to(dtype), v_scale, out=inside)
+            return
         raw = inside if result == dtype else torch.empty_like(inside, dtype=result)
         operands = {
             "q": q[None, :, :count],
