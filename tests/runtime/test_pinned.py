@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ctypes
 import gc
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,59 +74,58 @@ def test_nothing_is_locked_for_a_cpu_or_against_the_users_word() -> None:
 
 
 class Driver:
-    """Stands for `torch.cuda.cudart()`: locks the first ``most`` buffers."""
-
-    class cudaError:
-        success = 0
+    """Stands for the CUDA driver: locks the first ``most`` buffers."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.locked: dict[int, int] = {}
+        self.locked: dict[int, ctypes.Array[ctypes.c_char]] = {}
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert address % 4096 == 0 and flags == 1
+    def cuMemHostAlloc(self, address: Any, nbytes: ctypes.c_size_t, flags: int) -> int:
+        assert flags == 1
         if len(self.locked) == self.most:
             return 2
-        self.locked[address] = nbytes
+        pages = ctypes.create_string_buffer(nbytes.value)
+        address._obj.value = ctypes.addressof(pages)
+        self.locked[ctypes.addressof(pages)] = pages
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.locked[address]
+    def cuMemFreeHost(self, address: ctypes.c_void_p) -> int:
+        assert address.value is not None
+        del self.locked[address.value]
         return 0
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    from contextlib import nullcontext
-
     found = Driver(most=1)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(pinned, "_driver", lambda: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return found
 
 
-def test_memory_is_locked_in_its_exact_size_and_unlocked_when_it_is_freed(driver: Driver) -> None:
+def test_memory_is_locked_in_its_exact_size_and_freed_with_the_last_view(driver: Driver) -> None:
     buffer = HostMemory(GPU, limit=GIB).take(5000)
-    assert driver.locked == {buffer.data.data_ptr(): 5000}
+    assert list(driver.locked) == [buffer.data.data_ptr()]
+    assert len(driver.locked[buffer.data.data_ptr()]) == buffer.data.nbytes == 5000
+    view = buffer.data[100:200].fill_(3)
     del buffer
+    gc.collect()
+    assert len(driver.locked) == 1 and view.eq(3).all()
+    del view
     gc.collect()
     assert driver.locked == {}
 
 
-def test_a_refusal_of_the_driver_is_one_line_and_takes_nothing(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch, "empty", lambda *_, **__: torch.zeros(1)
-    )  # the kernel that asks for the failure
+def test_a_refusal_of_the_driver_is_one_line_and_takes_nothing(driver: Driver) -> None:
     memory = HostMemory(GPU, limit=4 * GIB)
     kept = memory.take(5000)
     with pytest.raises(H3CompileError) as refused:
         memory.take(1 << 20)
     line = str(refused.value)
-    assert line.startswith("the driver does not lock another 0.00 GiB of host memory (CUDA error 2; ")
-    assert "ulimit -l is" in line and "pinned=False" in line and "\n" not in line
+    assert line.startswith("the driver has no 0.00 GiB of locked host memory for us (CUDA error 2; ")
+    assert "pinned=False" in line and "\n" not in line
     del refused
     gc.collect()
     assert memory.held == kept.data.nbytes == 5000
