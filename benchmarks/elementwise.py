@@ -167,6 +167,8 @@ def variants(launch: Launch, processors: int) -> Iterator[Variant]:
 
     yield Variant("chosen", spec, launch.grid)
     if "BLOCK" in constants:
+        if spec.registers is not None:
+            yield Variant("all registers", replace(spec, registers=None), launch.grid)
         for warps in (warps for warps in ROW_WARPS if warps != spec.warps):
             yield changed(f"{warps} warps", warps, launch.grid, BLOCK=256 * warps)
     elif "TILES" in constants:

@@ -59,12 +59,17 @@ class Walk:
     k_ahead: int
     v_ahead: int
     run: int
+    warps: int = 4
+    registers: int | None = None
 
 
-def applied(tuning: Tuning, kernel: str, change: Walk | Pass) -> Tuning:
+def applied(tuning: Tuning, k_block: int, kernel: str, change: Walk | Pass) -> Tuning:
     """``tuning`` with the setting of one kernel."""
     if isinstance(change, Pass):
-        return replace(tuning, query=change) if kernel == "quantize_q" else replace(tuning, key=change)
+        if kernel == "quantize_q":
+            return replace(tuning, query=change)
+        # A program that has as many rows as a scale has keys finds the scale itself.
+        return replace(tuning, key=change, extrema=tuning.extrema and change.rows < k_block)
     return replace(
         tuning,
         members=change.members,
@@ -72,6 +77,8 @@ def applied(tuning: Tuning, kernel: str, change: Walk | Pass) -> Tuning:
         k_ahead=change.k_ahead,
         v_ahead=change.v_ahead,
         run=change.run,
+        warps=change.warps,
+        registers=change.registers,
     )
 
 
@@ -90,56 +97,61 @@ class Setting:
 
     @property
     def variant(self) -> Variant:
-        tuning = applied(TUNING[self.k_block], self.kernel, self.change)
+        tuning = applied(TUNING[self.k_block], self.k_block, self.kernel, self.change)
         return Variant(self.label, tuning, k_block=self.k_block)
 
 
-def _statistics(k_block: int, *settings: tuple[int, int, int, int, int, float]) -> Iterator[Setting]:
-    for members, stages, k_ahead, v_ahead, run, predicted in settings:
-        yield Setting("statistics", k_block, Walk(members, stages, k_ahead, v_ahead, run), predicted)
+def _statistics(
+    k_block: int, *settings: tuple[int, int, int, int, int, int, int | None, float]
+) -> Iterator[Setting]:
+    for *walk, predicted in settings:
+        yield Setting("statistics", k_block, Walk(*walk), predicted)
 
 
+def _keys(k_block: int, *settings: tuple[int, int, int, int, int | None, float]) -> Iterator[Setting]:
+    for rows, heads, ahead, warps, registers, predicted in settings:
+        yield Setting("quantize_k", k_block, Pass(rows, heads, ahead, warps, registers), predicted)
+
+
+# What other settings came to on an H200 is in results/h200_row_variants.json.
 SETTINGS: tuple[Setting, ...] = (
-    # members, stages, k_ahead, v_ahead, run -> share predicted
+    # members, stages, k_ahead, v_ahead, run, warps, registers -> share predicted
     *_statistics(
         128,
-        (2, 3, 1, 4, 256, 0.87),
-        (2, 2, 1, 4, 256, 0.84),
-        (2, 4, 1, 4, 256, 0.87),
-        (2, 1, 1, 4, 256, 0.80),
-        (2, 1, 2, 4, 256, 0.78),
-        (1, 3, 1, 4, 256, 0.82),
-        (1, 1, 1, 4, 256, 0.78),
-        (1, 1, 2, 4, 256, 0.78),
-        (2, 3, 1, 8, 256, 0.87),
-        (2, 3, 1, 4, 128, 0.86),
-        (2, 3, 1, 4, 512, 0.85),
+        (2, 4, 1, 8, 128, 4, 128, 0.81),
+        (2, 5, 1, 8, 128, 4, 128, 0.81),
+        (2, 4, 1, 8, 128, 2, 128, 0.81),
+        (2, 4, 1, 8, 256, 4, None, 0.78),
+        (4, 4, 1, 8, 128, 2, None, 0.81),
+        (4, 4, 1, 8, 128, 1, None, 0.80),
+        (4, 5, 1, 8, 128, 2, 224, 0.81),
+        (1, 3, 1, 8, 128, 4, None, 0.71),
     ),
     *_statistics(
         16,
-        (2, 3, 1, 4, 256, 0.90),
-        (2, 1, 1, 4, 256, 0.90),
-        (2, 1, 2, 4, 256, 0.89),
-        (1, 3, 1, 4, 256, 0.87),
-        (1, 1, 2, 4, 256, 0.88),
-        (2, 3, 1, 8, 256, 0.90),
-        (2, 3, 1, 4, 512, 0.89),
+        (2, 1, 1, 8, 128, 4, None, 0.87),
+        (2, 1, 1, 4, 128, 4, None, 0.87),
+        (2, 1, 1, 4, 256, 4, None, 0.86),
+        (4, 1, 1, 8, 128, 2, None, 0.87),
     ),
-    Setting("quantize_q", 128, Pass(rows=8, warps=4, ahead=2), 0.93),
-    Setting("quantize_q", 128, Pass(rows=8, warps=4, ahead=1), 0.91),
-    Setting("quantize_q", 128, Pass(rows=8, warps=4, ahead=3), 0.92),
-    Setting("quantize_q", 128, Pass(rows=16, warps=8, ahead=2), 0.92),
-    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=2), 0.88),
-    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=1), 0.85),
-    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=3), 0.88),
-    Setting("quantize_k", 128, Pass(rows=8, warps=4, ahead=2, heads=14), 0.88),
-    Setting("quantize_k", 128, Pass(rows=16, warps=8, ahead=2), 0.87),
-    Setting("quantize_k", 128, Pass(rows=32, warps=8, ahead=1), 0.82),
-    Setting("quantize_k", 16, Pass(rows=16, warps=8, heads=8, ahead=8), 0.85),
-    Setting("quantize_k", 16, Pass(rows=16, warps=8, heads=4, ahead=4), 0.82),
-    Setting("quantize_k", 16, Pass(rows=16, warps=8, heads=7, ahead=7), 0.84),
-    Setting("quantize_k", 16, Pass(rows=16, warps=4, heads=4, ahead=4), 0.84),
-    Setting("quantize_k", 16, Pass(rows=16, warps=4, heads=2, ahead=2), 0.80),
+    Setting("quantize_q", 128, Pass(8, 8, 1, 4), 0.90),
+    Setting("quantize_q", 128, Pass(8, 8, 2, 4), 0.86),
+    # rows, heads, ahead, warps, registers -> share predicted
+    *_keys(
+        128,
+        (4, 8, 3, 2, None, 0.84),
+        (8, 8, 3, 4, None, 0.82),
+        (8, 8, 5, 4, None, 0.83),
+        (4, 8, 5, 2, None, 0.84),
+        (4, 4, 3, 2, None, 0.83),
+    ),
+    *_keys(
+        16,
+        (16, 4, 4, 8, 64, 0.76),
+        (16, 4, 2, 8, 64, 0.76),
+        (16, 8, 4, 8, 80, 0.74),
+        (16, 2, 2, 4, None, 0.75),
+    ),
 )
 
 
@@ -148,23 +160,21 @@ class Norm:
     """A setting of `norm_modulate.fp8`; shares predicted where all rows gather one table row, and any."""
 
     warps: int
-    early: bool
     registers: int | None
     predicted: tuple[float, float]
 
     @property
     def label(self) -> str:
         limit = f" registers {self.registers}" if self.registers else ""
-        return f"warps {self.warps} early {self.early}{limit}"
+        return f"warps {self.warps}{limit}"
 
 
 NORMS = (
-    Norm(4, False, None, (0.89, 0.83)),
-    Norm(2, False, None, (0.93, 0.87)),
-    Norm(2, False, 128, (0.93, 0.87)),
-    Norm(8, False, None, (0.83, 0.80)),
-    Norm(8, True, None, (0.84, 0.81)),
-    Norm(4, True, None, (0.86, 0.81)),
+    Norm(4, 72, (0.88, 0.83)),
+    Norm(4, None, (0.84, 0.78)),
+    Norm(4, 64, (0.78, 0.73)),
+    Norm(8, None, (0.78, 0.72)),
+    Norm(2, 128, (0.81, 0.78)),
 )
 
 
@@ -187,9 +197,12 @@ def norm_operands(device: str, rows: int, scattered: bool) -> tuple[Operand, ...
     return normal(device, 1, rows, HIDDEN), weight, table, packed_index(device, rows, scattered), 0, 1, EPS
 
 
-def norm_spec(spec: Spec, norm: Norm) -> Spec:
-    constants = {**dict(spec.constants), "BLOCK": 256 * norm.warps, "EARLY": norm.early}
-    return replace(spec, constants=tuple(constants.items()), warps=norm.warps, registers=norm.registers)
+def norm_launch(launch: Launch, norm: Norm) -> Launch:
+    constants = {**dict(launch.spec.constants), "BLOCK": 256 * norm.warps}
+    spec = replace(
+        launch.spec, constants=tuple(constants.items()), warps=norm.warps, registers=norm.registers
+    )
+    return replace(launch, spec=spec)
 
 
 def norm_operator() -> Operator:
@@ -268,17 +281,18 @@ class Bench:
             largest = ROOM * distance(dequantized(operator.reference(*few)), exact)
             launch = recorded(operator, operands)
             for norm in NORMS:
-                spec = norm_spec(launch.spec, norm)
-                if self.ready[spec].binary is None:
-                    yield self.failed(name, norm.label, norm.predicted[number], self.ready[spec].about)
+                changed = norm_launch(launch, norm)
+                ready = self.ready[changed.spec]
+                if ready.binary is None:
+                    yield self.failed(name, norm.label, norm.predicted[number], ready.about)
                     continue
 
-                def run(launch: Launch, spec: Spec = spec) -> None:
-                    self.kernels(replace(launch, spec=spec))
+                def run(launch: Launch, norm: Norm = norm) -> None:
+                    self.kernels(norm_launch(launch, norm))
 
                 error = distance(dequantized(provider.launch(run, "sm_90a", *few)), exact)
                 right = error <= largest
-                changed, moved = replace(launch, spec=spec), operator.cost(*operands).bytes
+                moved = operator.cost(*operands).bytes
                 yield self.row(name, norm.label, norm.predicted[number], changed, moved, right)
 
 
@@ -302,7 +316,7 @@ def chosen(rows: list[Row]) -> Iterator[str]:
             if row is None:
                 continue
             setting = by_label[kernel, row.setting]
-            tuning = applied(tuning, setting.kernel, setting.change)
+            tuning = applied(tuning, k_block, setting.kernel, setting.change)
         yield f"    {k_block}: {tuning},"
     for name, row in found.items():
         if row is not None:
@@ -323,8 +337,8 @@ def main() -> None:
         major, minor = torch.cuda.get_device_capability()
         arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
     specs = specs_of([setting.variant for setting in SETTINGS], arguments.rows, HEADS)
-    norm = recorded(norm_operator(), norm_operands("meta", arguments.rows, False)).spec
-    specs |= {norm_spec(norm, one) for one in NORMS}
+    norm = recorded(norm_operator(), norm_operands("meta", arguments.rows, False))
+    specs |= {norm_launch(norm, one).spec for one in NORMS}
     folder = Path(tempfile.mkdtemp())
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         done = pool.map(functools.partial(compiled, arch=arch, folder=folder), specs)

@@ -49,16 +49,15 @@ _CUDNN_ON_HOPPER = 0.89
 # of them, at 37,760 rows, for bytes that a copy moves in 8.0 ms (h200_passes.json). Concatenation is the
 # worst, at a fifth.
 _EAGER = 0.59
-# And what the preparation of SAGE's operands reaches, bound by instructions: 3.0 TB/s of 4.17
-# (h200_prepare.json).
-_PREPARE = 0.72
+# And what the preparation of SAGE's operands reaches in the block, bound by instructions: 3.63 TB/s of 4.17
+# (h200_passes.json).
+_PREPARE = 0.87
 
-# What the tests of Skip-Softmax cost when nothing is skipped: 52.2 ms over 47.0 (h200_passes.json,
+# What the tests of Skip-Softmax cost when nothing is skipped: 51.5 ms over 48.2 (h200_passes.json,
 # fp8,sage,skip); and the part of a tile's time that skipping saves, the exponentials and the second
-# product: 51 % of the tiles skipped made the kernel that tests 0.72 of itself (attention.skip in
-# h200_attention.json).
-_TESTS = 0.11
-_SAVED = 0.55
+# product: 32 % of the tiles skipped made the kernel that tests 0.855 of itself (h200_attention.json).
+_TESTS = 0.07
+_SAVED = 0.46
 
 # Lowering and tracing the released model on the machine of an H200, and seconds a byte of checkpoint read,
 # digested, cast, laid out and written: 70 s for six layers and 9.5 GB (h200_whole_model.json), 33 of them
