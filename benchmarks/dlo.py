@@ -1,11 +1,31 @@
 """What streaming costs: blocks that pass through two slots, against the same engine with all resident.
 
-    python benchmarks/dlo.py --out results --kinds bf16
+    python benchmarks/dlo.py --out results --kinds bf16               # with Diffusers' group offload beside
     python benchmarks/dlo.py --out results --kinds fp8 --peer-layers 0
-    python benchmarks/dlo.py --out results --width tiny --layers 6     # a dry run of all of it, on a CPU
+    python benchmarks/dlo.py --out results --width tiny --layers 6    # a dry run of all of it, on a CPU
 
 An engine of two layers is built from a random checkpoint and deepened: the calls of its last block are
-repeated, each with weights of its own in memory, read from one file. So 50 layers need the disk of two.
+repeated, each with weights of its own in memory, read from one file. So 24 layers need the disk of two.
+
+24 layers and not 50, so that each call stays below four minutes: what a streamed step takes over a resident
+one is decided block by block. 50 fit the memory too, 38.5 GB pinned in BF16, and take two minutes longer.
+Blocks are pinned once: the engine with all of them resident stages two at a time, and those of the other
+plans share what these two have.
+
+Seconds on an H200 with 16 cores, estimated, BF16 / FP8:
+
+    checkpoint of two layers, 5.5 GB written                                      15 / 15
+    build, Inductor and tables included                                           55 / 60
+    24 blocks pinned and read, behind the first forward: 18.5 / 9.3 GB            20 / 12
+    the same 24 read once more for the engine that keeps them                     12 / 8
+    37,760 rows: 5 forwards each of two engines, 2.7 / 2.1 s                      27 / 21
+    11,000 rows: the same, 0.5 / 0.35 s                                            5 / 4
+    5,792 rows: 4 plans and none, 5 forwards each, 0.2 to 0.35 s                   8 / 5
+    memory, copies of the link, profile and picture                               12 / 10
+    Diffusers, 10 layers: initialized, pinned, 9 forwards resident, 9 offloaded   45 / none
+    together                                                                     199 / 135
+
+After `--minutes` what is left is timed once instead of `--rounds` times: the results say how often.
 """
 
 from __future__ import annotations
@@ -13,6 +33,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -22,12 +43,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from dlo_picture import Lane, draw
 from safetensors.torch import load_file
 from whole_model import FP32, request, second_timestep
 
 import h3compile
 from h3compile.engine.loader import open_engine
-from h3compile.engine.manifest import CallRecord
+from h3compile.engine.manifest import CallRecord, PlanRecord
 from h3compile.engine.writer import EngineWriter
 from h3compile.plan.residency import prefix, spaced
 from h3compile.plan.schedule import Compute, Copy, Gather, Schedule
@@ -56,6 +78,7 @@ class Setup:
     layers: int
     rounds: int
     out: Path
+    until: float = math.inf  # of time.perf_counter: from then on one round is enough
 
     @property
     def gpu(self) -> bool:
@@ -72,25 +95,29 @@ class Setup:
         if self.gpu:
             torch.cuda.synchronize(self.device)
 
-    def milliseconds(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """A call, by name, median: the runs take turns, so that the card is as warm for each."""
+    def milliseconds(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+        """What each of the calls took, by name: they take turns, so that the card is as warm for each."""
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             run()
-        for _ in range(self.rounds):
+        for done in range(self.rounds):
+            if done and time.perf_counter() > self.until:
+                break
             for name, run in runs.items():
                 self.synchronize()
                 begun = time.perf_counter()
                 run()
                 self.synchronize()
                 samples[name].append((time.perf_counter() - begun) * 1e3)
-        return {name: statistics.median(values) for name, values in samples.items()}
+        return samples
 
     def peak(self, run: Callable[[], object]) -> int:
         """Bytes of the device that are allocated at most while ``run`` runs."""
         if not self.gpu:
             run()
             return 0
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
@@ -116,8 +143,8 @@ def diffusers_model(setup: Setup, layers: int) -> torch.nn.Module:
 # --- an engine as deep as the model is, from one of two layers ---
 
 
-def deepened(path: Path, output: Path, layers: int) -> Path:
-    """The engine at ``path`` with its last block repeated until there are ``layers``."""
+def deepened(path: Path, output: Path, layers: int, plan: PlanRecord | None = None) -> Path:
+    """The engine at ``path`` with its last block repeated until there are ``layers``, with this ``plan``."""
     folder = open_engine(path, verify=False)
     manifest = folder.manifest
     partition = manifest.partitions["transformer"]
@@ -162,7 +189,7 @@ def deepened(path: Path, output: Path, layers: int) -> Path:
             "calls": tuple(calls),
             "tables": (*manifest.tables, *(name(value, layer) for layer in more for value in listed)),
             "partitions": {"transformer": deeper},
-            "plan": None,
+            "plan": plan,
         }
         writer.commit(manifest.model_copy(update=update))
     return output
@@ -181,8 +208,15 @@ def link_rate(setup: Setup, nbytes: int) -> float:
     source = HostBuffer(nbytes, setup.device if setup.gpu else None).data
     source.fill_(1)
     target = torch.empty(nbytes, dtype=torch.uint8, device=setup.device)
-    took = setup.milliseconds({"copy": lambda: target.copy_(source, non_blocking=True)})["copy"]
-    return nbytes / took * 1e3
+    copies: list[float] = []
+    for _ in range(3):  # a copy takes milliseconds, and the link must be awake
+        copies += setup.milliseconds({"copy": lambda: target.copy_(source, non_blocking=True)})["copy"]
+    return nbytes / statistics.median(copies) * 1e3
+
+
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of what each took."""
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def load(path: Path, kept: Sequence[str], share: CompiledTransformer | None = None) -> CompiledTransformer:
@@ -196,14 +230,18 @@ def measure(setup: Setup, path: Path, note: Callable[[str, object], None], kind:
     note(f"{kind}_load_returns_s", time.perf_counter() - begun)
     note(f"{kind}_first_forward_streamed_s", first_forward(setup, module))
     note(f"{kind}_host_bytes", module.stats.bytes_host)
-    streamed_against_resident(setup, path, module, note, kind)
-    gc.collect()
-    largest = module.manifest.partitions["transformer"].ranges["block.0"].nbytes
-    rate = link_rate(setup, largest)
-    note(f"{kind}_link_bytes_a_second", rate)
+    # What is shared is there once: blocks of other plans that stay on the device are those of this one.
+    whole = load(path, [f"block.{i}" for i in range(setup.layers)], share=module)
+    note(f"{kind}_first_forward_resident_s", first_forward(setup, whole))
+    streamed_against_resident(setup, module, whole, note, kind)
     spaced_against_prefix(setup, path, module, note, kind)
-    timeline(setup, module, rate, note, kind)
+    del whole
+    gc.collect()
     memory(setup, module, note, kind)
+    rate = link_rate(setup, module.manifest.partitions["transformer"].ranges["block.0"].nbytes)
+    note(f"{kind}_link_bytes_a_second", rate)
+    note(f"{kind}_copy_rate_5792_rows_over_link", copy_rate(setup, module) / rate)
+    timeline(setup, module, rate, note, kind)
 
 
 def first_forward(setup: Setup, module: CompiledTransformer) -> float:
@@ -214,36 +252,47 @@ def first_forward(setup: Setup, module: CompiledTransformer) -> float:
     return time.perf_counter() - begun
 
 
+def copy_rate(setup: Setup, module: CompiledTransformer) -> float:
+    """Bytes a second that come to the device where copies do not hide, over whole steps."""
+    inputs, before = setup.inputs("5792"), module.stats.bytes_copied
+    times = setup.milliseconds({"step": lambda: module(**inputs)})["step"]
+    each = (module.stats.bytes_copied - before) / (len(times) + 1)
+    return each / statistics.median(times) * 1e3
+
+
 def streamed_against_resident(
-    setup: Setup, path: Path, module: CompiledTransformer, note: Callable[[str, object], None], kind: str
+    setup: Setup,
+    module: CompiledTransformer,
+    whole: CompiledTransformer,
+    note: Callable[[str, object], None],
+    kind: str,
 ) -> None:
     """Zero residents beside all of them: bits and steps."""
-    whole = load(path, [f"block.{i}" for i in range(setup.layers)])
-    note(f"{kind}_first_forward_resident_s", first_forward(setup, whole))
     for canvas in ("37760", "11000"):
         inputs = setup.inputs(canvas)
         ours, theirs = module(**inputs), whole(**inputs)
         note(f"{kind}_{canvas}_equal_bits", all(map(torch.equal, ours, theirs)))
         note(f"{kind}_{canvas}_finite", all(bool(output.isfinite().all()) for output in ours))
         runs = {"resident": lambda i=inputs: whole(**i), "streamed": lambda i=inputs: module(**i)}
-        times = setup.milliseconds(runs)
-        note(f"{kind}_{canvas}_ms", times)
+        samples = setup.milliseconds(runs)
+        times = medians(samples)
+        note(f"{kind}_{canvas}_samples_ms", samples)
         note(f"{kind}_{canvas}_over_resident", times["streamed"] / times["resident"])
 
 
 def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, object], None], kind: str) -> None:
-    """What the device held at most, beside the plan's figure; nothing else of ours is alive."""
-    if not setup.gpu or setup.tiny:
-        return
-    from h3compile.plan.memory import activation_bytes
+    """What the device held at most, beside the figure of `h3compile plan`; no other engine is alive.
+
+    Twice: what was allocated, beside the plan without the CUDA context, and what the driver says is used.
+    """
+    from h3compile.plan.memory import memory_plan
     from h3compile.plan.work import released
 
-    work = released("fuse,fp8" if kind == "fp8" else "fuse")
+    work = released("fuse,fp8" if kind == "fp8" else "fuse").with_blocks(setup.layers)
+    tables, residency = module.manifest.partitions["transformer"].tables, module.residency
+    assert tables is not None and residency is not None
     for canvas in ("37760", "11000"):
         inputs = setup.inputs(canvas)
-        given = sum(value.nbytes for value in inputs.values())
-        alive = torch.cuda.memory_allocated()
-        peak = setup.peak(lambda i=inputs: module(**i))
         rows = {
             "rows": len(inputs["token_tags"]),
             "text_rows": len(inputs["text_indices"]),
@@ -251,9 +300,17 @@ def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, objec
             "audio_rows": len(inputs["audio_indices"]),
             "timesteps": len(inputs["timestep"]),
         }
-        planned = module.stats.bytes_resident + given + activation_bytes(work, rows, "step")
-        note(f"{kind}_{canvas}_device", {"planned": planned, "peak": peak, "held_before": alive})
-        note(f"{kind}_{canvas}_peak_over_plan", peak / planned)
+        kinds = memory_plan(work, rows, residency, timesteps=len(tables.timesteps)).device["denoise"]
+        planned = sum(kinds.values())
+        module.release()  # of the last canvas
+        peak = setup.peak(lambda i=inputs: module(**i))
+        if not setup.gpu or setup.tiny:  # the plan is one of the released width
+            continue
+        free, total = torch.cuda.mem_get_info()
+        found = {"planned": dict(kinds), "allocated": peak, "used": total - free}
+        note(f"{kind}_{canvas}_device", found)
+        note(f"{kind}_{canvas}_allocated_over_plan", peak / (planned - kinds["context"]))
+        note(f"{kind}_{canvas}_used_over_plan", (total - free) / planned)
 
 
 def spaced_against_prefix(
@@ -262,26 +319,19 @@ def spaced_against_prefix(
     """Which blocks stay, where copies do not hide; zero residents in the same run."""
     blocks = [f"block.{i}" for i in range(setup.layers)]
     inputs = setup.inputs("5792")
-    found: dict[str, float] = {}
-    for share in (0.25, 0.5):
-        count = round(share * setup.layers)
-        plans = {"spaced": spaced(blocks, count), "prefix": prefix(blocks, count)}
-        # Host memory is shared with the module that streams all of them.
-        modules = {name: load(path, kept, share=streamed) for name, kept in plans.items()}
-        runs = {f"{share:.0%} {name}": lambda m=m: m(**inputs) for name, m in modules.items()}
-        before = streamed.stats.bytes_copied
-        times = setup.milliseconds({"none": lambda: streamed(**inputs), **runs})
-        each = (streamed.stats.bytes_copied - before) / (setup.rounds + 1)
-        found |= times
-        note(f"{kind}_copy_rate_5792_rows", each / times["none"] * 1e3)
-        del modules, runs
-        gc.collect()
-    note(f"{kind}_which_residents_5792_rows_ms", found)
+    plans = {
+        f"{share:.0%} {name}": place(blocks, round(share * setup.layers))
+        for share in (0.25, 0.5)
+        for name, place in (("spaced", spaced), ("prefix", prefix))
+    }
+    modules = {name: load(path, kept, share=streamed) for name, kept in plans.items()}
+    runs = {name: lambda m=m: m(**inputs) for name, m in modules.items()}
+    samples = setup.milliseconds({"none": lambda: streamed(**inputs), **runs})
+    note(f"{kind}_which_residents_5792_rows_samples_ms", samples)
+    note(f"{kind}_which_residents_5792_rows_ms", medians(samples))
 
 
 # --- the timeline ---
-
-Lane = list[tuple[float, float]]
 
 
 def timeline(
@@ -321,7 +371,10 @@ def timeline(
         note(f"{kind}_11000_copy_rate_over_link", found / rate)
     lanes = {"measured": measured, "simulated": simulated}
     (setup.out / f"dlo_timeline_{kind}.json").write_text(json.dumps(lanes))
-    draw(setup.out / f"dlo_timeline_{kind}.svg", lanes)
+    try:
+        draw(setup.out / f"dlo_timeline_{kind}.svg", lanes)
+    except ImportError:
+        note(f"{kind}_picture", f"no matplotlib here: --redraw dlo_timeline_{kind}.json where there is")
 
 
 def profiled(setup: Setup, run: Callable[[], object]) -> tuple[Lane, Lane]:
@@ -348,32 +401,6 @@ def profiled(setup: Setup, run: Callable[[], object]) -> tuple[Lane, Lane]:
     return copies, merged
 
 
-def draw(path: Path, lanes: Mapping[str, Mapping[str, Lane]]) -> None:
-    """The first quarter of a second or so of both timelines, one above the other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "h3compile"
-    figure, axes = plt.subplots(2, 1, figsize=(10, 3.6), sharex=True, layout="constrained")
-    colors = {"compute": ("#2f6f9f", "#7fb2d6"), "copy": ("#b5651d", "#e3a765")}
-    ends = [end for found in lanes.values() for lane in found.values() for _, end in lane]
-    shown = min(0.3, max(ends, default=0.3)) * 1e3
-    for axis, (label, found) in zip(axes, lanes.items(), strict=True):
-        for row, (stream, spans) in enumerate(found.items()):
-            bars = [(start * 1e3, (end - start) * 1e3) for start, end in spans if start * 1e3 < shown]
-            axis.broken_barh(bars, (row + 0.1, 0.8), facecolors=colors[stream])
-        axis.set_yticks([0.5, 1.5], list(found))
-        axis.set_ylim(2, 0)
-        axis.set_title(label, loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlim(0, shown)
-    axes[-1].set_xlabel("ms from the first kernel of a step (11,000 rows, no block resident, 2 slots)")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 # --- a peer ---
 
 
@@ -381,7 +408,7 @@ def group_offload(setup: Setup, layers: int, note: Callable[[str, object], None]
     """Diffusers' group offload, block by block with streams, against the same model on the device."""
     model = diffusers_model(setup, layers)
     requests = {canvas: setup.inputs(canvas) for canvas in ("37760", "11000")}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for canvas, inputs in requests.items():
         found[canvas] = setup.milliseconds({"resident": lambda i=inputs: model(**i, return_dict=False)})
     from diffusers.hooks import apply_group_offloading
@@ -397,8 +424,11 @@ def group_offload(setup: Setup, layers: int, note: Callable[[str, object], None]
     )
     for canvas, inputs in requests.items():
         found[canvas] |= setup.milliseconds({"offloaded": lambda i=inputs: model(**i, return_dict=False)})
-        note(f"diffusers_{layers}_layers_{canvas}_ms", found[canvas])
-        note(f"diffusers_{canvas}_over_resident", found[canvas]["offloaded"] / found[canvas]["resident"])
+        note(f"diffusers_{layers}_layers_{canvas}_samples_ms", found[canvas])
+        times = medians(found[canvas])
+        note(f"diffusers_{canvas}_over_resident", times["offloaded"] / times["resident"])
+        peak = setup.peak(lambda i=inputs: model(**i, return_dict=False))
+        note(f"diffusers_{layers}_layers_{canvas}_offloaded_allocated", peak)
 
 
 @contextmanager
@@ -416,19 +446,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=50)
+    parser.add_argument("--redraw", type=Path, help="only draw a timeline that a run wrote as JSON")
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument(
         "--peer-layers", type=int, default=10, help="layers of Diffusers' model; 0: leave it out"
     )
     parser.add_argument("--width", choices=("released", "tiny"), default="released")
     parser.add_argument("--kinds", default="bf16,fp8")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="after so many, one round is enough  [default: 3]"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.redraw:
+        draw(options.out / options.redraw.with_suffix(".svg").name, json.loads(options.redraw.read_text()))
+        return
     torch.set_grad_enabled(False)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    setup = Setup(device, options.width == "tiny", options.layers, options.rounds, options.out)
+    until = time.perf_counter() + 60 * options.minutes
+    setup = Setup(device, options.width == "tiny", options.layers, options.rounds, options.out, until)
     result: dict[str, object] = {"layers": options.layers, "width": options.width, "device": str(device)}
+    result |= {"rounds": options.rounds, "versions": {"torch": torch.__version__}}
     if setup.gpu:
         result["device"] = torch.cuda.get_device_name()
 

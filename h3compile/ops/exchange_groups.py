@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from h3compile.errors import H3CompileError
 
-__all__ = ["ALL", "RING", "ULYSSES", "Traffic", "counting", "group_of", "name_group", "sent"]
+__all__ = ["ALL", "RING", "ULYSSES", "Traffic", "counting", "find_group", "group_of", "name_group", "sent"]
 
 # Names in torch's registry of process groups; whoever starts the ranks gives them, see `name_group`.
 ULYSSES = "h3compile.ulysses"  # ranks that share the heads of one stretch of rows
@@ -60,14 +60,14 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     """
     from torch._C import _distributed_c10d as registry
 
-    if _found(name) is not None:
+    if find_group(name) is not None:
         registry._unregister_process_group(name)  # type: ignore[arg-type]  # a str
     registry._register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def group_of(name: str, ranks: int) -> dist.ProcessGroup:
     """The group called ``name``. Raises `H3CompileError` when it is not there, or has not ``ranks`` ranks."""
-    group = _found(name)
+    group = find_group(name)
     if group is None:
         raise H3CompileError(
             f"the program exchanges rows between {ranks} ranks, and this process has no others",
@@ -81,7 +81,8 @@ def group_of(name: str, ranks: int) -> dist.ProcessGroup:
     return group
 
 
-def _found(name: str) -> dist.ProcessGroup | None:
+def find_group(name: str) -> dist.ProcessGroup | None:
+    """The group called ``name``; None where there is none."""
     if not dist.is_available():
         return None
     # Here and not above: a torch that was built without it can run programs of one rank.

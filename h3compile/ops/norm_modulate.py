@@ -12,7 +12,7 @@ from h3compile.ops.rows import empty_fp8, launch_rows, row_count, unsupported
 __all__ = ["NORM_MODULATE", "NORM_MODULATE_FP8"]
 
 
-# Of a thread that also quantizes: 4 fewer than the compiler takes, so that a multiprocessor has a seventh row.
+# Of a thread that also quantizes: 4 fewer than the compiler takes, so a multiprocessor holds a seventh row.
 _REGISTERS = {("sm_90a", torch.bfloat16): 72}
 
 

@@ -66,10 +66,18 @@ def _attended(
         found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
     elif query.dtype == torch.float32:
         found = aten._scaled_dot_product_efficient_attention(query, key, value, None, True)
+    elif _cudnn_can(query, key, value):
+        # On Hopper it takes half of the time of the other.
+        found = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)
     else:
         found = aten._scaled_dot_product_flash_attention(query, key, value)
-    # Some kernels give more logarithms than there are rows.
-    return found[0], found[1][..., : query.shape[2]]
+    # Some kernels give more logarithms than there are rows, or a dimension more of them.
+    return found[0], found[1].flatten(2)[..., : query.shape[2]]
+
+
+def _cudnn_can(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    cuda = torch.backends.cuda
+    return cuda.can_use_cudnn_attention(cuda.SDPAParams(query, key, value, None, 0.0, False, False))
 
 
 def _merged(

@@ -22,7 +22,7 @@ from h3compile.runtime.inputs import Inputs
 from h3compile.runtime.lanes import lanes_for
 from h3compile.runtime.link import LinkedProgram, call_name, link
 from h3compile.runtime.measures import Measures
-from h3compile.runtime.memory import gib
+from h3compile.runtime.memory import free_bytes, gib
 from h3compile.runtime.parts import Parts
 from h3compile.runtime.pinned import HostMemory
 from h3compile.runtime.places import Places
@@ -213,6 +213,10 @@ class _Site:
             carried=places.carried,
         )
         ranges = places.carried | places.streamed
+        lanes = lanes_for(self.device)
+        if self.ranks is not None:
+            # The first blocks of a forward are gathered while the one before it ends.
+            self.ranks.watch.stay_for(lanes.gathering)
         records = self.folder.manifest.partitions[self.partition].ranges
         streamer = Streamer(
             schedule,
@@ -224,7 +228,7 @@ class _Site:
             ],
             places={call: weights.place(name) for call, name in places.residents.items()},
             reader=Reader(list(self._wanted(weights)), self.host),
-            lanes=lanes_for(self.device),
+            lanes=lanes,
             views=lambda data, call: views(data, records[ranges[call]]),
             gathering=self._gathering(ranges | places.residents),
         )

@@ -46,6 +46,9 @@ class Lanes(Protocol):
     def gather(self, source: torch.Tensor, target: torch.Tensor, group: ProcessGroup) -> Ticket:
         """Enqueues an AllGather: the sources of all ranks, one after the other, become the target."""
 
+    def gathering(self) -> bool:
+        """Whether an AllGather still runs, or waits to; any thread may ask."""
+
     def record(self, stream: Stream, event: str) -> None:
         """Marks ``event`` at this point of ``stream``."""
 
@@ -69,6 +72,9 @@ class HostLanes:
     def gather(self, source: torch.Tensor, target: torch.Tensor, group: ProcessGroup) -> Ticket:
         dist.all_gather(list(target.chunk(group.size())), source, group=group)
         return DONE
+
+    def gathering(self) -> bool:
+        return False
 
     def record(self, stream: Stream, event: str) -> None:
         pass
@@ -110,6 +116,12 @@ class CudaLanes:
             # The group has a stream of its own, which waits for this one, and for which this one waits.
             group._allgather_base(target, source).wait()
             return _Copying(self._gathers)
+
+    def gathering(self) -> bool:
+        try:
+            return not self._gathers.query()
+        except RuntimeError:  # on a device that has failed nothing runs
+            return False
 
     def record(self, stream: Stream, event: str) -> None:
         # Recording again moves an event on; who waits already, waits for the place it had.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from h3compile.errors import EngineError, H3CompileError
-from h3compile.ops.exchange_groups import ALL, RING, ULYSSES, Traffic, counting, name_group
+from h3compile.ops.exchange_groups import ALL, RING, ULYSSES, Traffic, counting, find_group, name_group
 from h3compile.program.parallel import Parallel
 from h3compile.runtime.agreement import Word, difference
 from h3compile.runtime.peers import Peers, identity
@@ -54,7 +54,7 @@ class Ranks:
         self.traffic = Traffic()
         self._device = device
         self._store = store
-        self._named = _named_groups(parallel, group)
+        self._named = _named_groups(parallel, group, device)
         self._aborted = [*{id(found): found for found in self._named.values()}.values()]
         traffic, aborted = self.traffic, self._aborted
         self.watch = Watch(
@@ -75,6 +75,7 @@ class Ranks:
             for name, group in self._named.items():
                 name_group(name, group)
             yield
+            self._arrive()
 
     def agree(self, word: Word) -> tuple[H3CompileError | None, bool]:
         """Why the ranks do not run this forward, once each has given its word; the same answer for all.
@@ -99,7 +100,7 @@ class Ranks:
 
     def another_group(self) -> dist.ProcessGroup:
         """A group of the same ranks whose exchanges wait for no other's; every rank must ask for it."""
-        made = _group_of(dist.get_process_group_ranks(self.group), self.group)
+        made = _group_of(dist.get_process_group_ranks(self.group), self.group, self._device, "weights")
         self._aborted.append(made)
         return made
 
@@ -118,6 +119,17 @@ class Ranks:
     def close(self) -> None:
         """Ends the watch."""
         self.watch.close()
+
+    def _arrive(self) -> None:
+        """Waits for the device: a forward whose exchanges are enqueued is none that has been computed.
+
+        Outside of the forward nobody would free this rank from an exchange with one that has ended, and what
+        such an exchange leaves behind must not be taken for the outputs.
+        """
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            event.synchronize()
 
     def _wait(self, keys: list[str], look: Callable[[], None]) -> None:
         # Not by the store's own wait, which tells stderr of every second in which nothing came.
@@ -216,23 +228,63 @@ def _meet(store: Store, rank: int, size: int, digest: str, patience: float) -> l
     return [text for text, _ in words]
 
 
-def _named_groups(parallel: Parallel, group: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
+def _named_groups(
+    parallel: Parallel, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, dist.ProcessGroup]:
     """The groups that programs exchange over, by their names."""
     ranks, own, shared = dist.get_process_group_ranks(group), group.rank(), parallel.ulysses
     if parallel.ring == 1:
         return {ALL: group, ULYSSES: group}
-    named = {ALL: group, RING: _group_of(ranks[own % shared :: shared], group)}
+    named = {ALL: group, RING: _group_of(ranks[own % shared :: shared], group, device, "ring")}
     if shared > 1:
         first = own - own % shared
-        named[ULYSSES] = _group_of(ranks[first : first + shared], group)
+        named[ULYSSES] = _group_of(ranks[first : first + shared], group, device, "heads")
     return named
 
 
-def _group_of(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new group with the backends of ``like``, of these ranks of the world; they alone must ask for it."""
-    made = dist.new_group(ranks, backend=dist.get_backend_config(like), use_local_synchronization=True)
+def _group_of(
+    ranks: list[int], like: dist.ProcessGroup, device: torch.device, purpose: str
+) -> dist.ProcessGroup:
+    """A group for ``device`` of these ranks of the world, which all must ask for it, and nobody else.
+
+    ``like`` is a group that speaks its backend. Engines that are loaded one after the other get the same for
+    one ``purpose``: a communicator takes device memory, and is never given back.
+    """
+    name = f"h3compile.{purpose}.{device.type}.{'-'.join(map(str, ranks))}"
+    known = find_group(name)
+    if known is not None:
+        return known
+    if device.type != "cuda":
+        made = dist.new_group(ranks, backend=dist.get_backend_config(like), use_local_synchronization=True)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        # What is exchanged behind the arithmetic needs a few multiprocessors, and would otherwise wait until
+        # a kernel that was launched beside it has handed out all of its blocks.
+        options.is_high_priority_stream = True
+        with _unsplit():
+            made = dist.new_group(
+                ranks, backend="cuda:nccl", pg_options=options, use_local_synchronization=True
+            )
     assert isinstance(made, dist.ProcessGroup)
+    name_group(name, made)
     return made
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Groups made in the block get communicators of their own.
+
+    Where the world was initialized with a ``device_id``, torch would split the world's communicator for them,
+    and all processes of the world would have to take part in that, those of other engines too.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _abort(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -241,4 +293,6 @@ def _abort(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         return
     # Each in a thread of its own: one communicator's abort may wait for that of another.
     for group in tuple(groups):
-        threading.Thread(target=group.abort, name="h3compile-abort", daemon=True).start()
+        # Of a group that speaks to the CPU too, the backend for the device alone: gloo's refuses.
+        end = group._get_backend(device).abort
+        threading.Thread(target=end, name="h3compile-abort", daemon=True).start()

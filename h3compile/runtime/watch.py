@@ -78,6 +78,7 @@ class _State:
     told: bool = False  # whether the last beat said that this rank is in a forward
     failure: RankFailure | None = None
     freed: bool = False  # whether that was acted upon
+    running: tuple[Callable[[], bool], ...] = ()  # whether exchanges of the last forward still run
     heard: dict[int, tuple[Beat, float]] = field(default_factory=dict)  # rank -> its last beat, and when
 
 
@@ -163,11 +164,7 @@ class Watch:
         self._looked = now
         with state.changed:
             if state.failure is None:
-                state.failure = _told(state)
-            ended = state.peers.ended()
-            if state.failure is None and ended:
-                found = RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True)
-                state.failure = _announce(state, found)
+                state.failure = _told(state) or _gone(state)
         self.check()
 
     def lost(self, error: RuntimeError) -> RankFailure:
@@ -175,6 +172,13 @@ class Watch:
         with self._state.changed:
             self._state.failure = self._state.failure or _lost(self._state, error)
             return _fresh(self._state.failure)
+
+    def stay_for(self, running: Callable[[], bool]) -> None:
+        """Has the watch stay on after a forward for as long as ``running`` says; any thread may ask it.
+
+        For exchanges that a forward leaves behind: the next one is told of what becomes of them.
+        """
+        self._state.running += (running,)
 
     def at_last_resort(self, end: Callable[[RankFailure], object]) -> None:
         """Has ``end`` called where a rank does not come free, in the place of `end_process`."""
@@ -222,7 +226,9 @@ def _run(state: _State) -> None:
 def _busy(state: _State) -> bool:
     if state.failure is not None:
         return not state.freed
-    return state.inside is not None or state.told  # or the others still take it for being inside
+    if state.inside is not None or state.told:  # or the others still take it for being inside
+        return True
+    return state.forward > 0 and any(running() for running in state.running)
 
 
 def _look(state: _State) -> None:
@@ -230,6 +236,8 @@ def _look(state: _State) -> None:
         _beat(state)
         if state.inside is not None:
             state.failure = _told(state) or _judged(state)
+        elif any(running() for running in state.running):
+            state.failure = _told(state) or _gone(state)
     except RuntimeError as error:  # of the store
         state.failure = _lost(state, error)
 
@@ -257,6 +265,14 @@ def _told(state: _State) -> RankFailure | None:
     if not state.store.check([_FAILED]):
         return None
     return _decode(state, state.store.multi_get([_FAILED])[0])
+
+
+def _gone(state: _State) -> RankFailure | None:
+    """The failure that a rank's process has ended, outside of a forward."""
+    ended = state.peers.ended()
+    if not ended:
+        return None
+    return _announce(state, RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True))
 
 
 def _judged(state: _State) -> RankFailure | None:
@@ -298,7 +314,8 @@ def _fresh(failure: RankFailure) -> RankFailure:
 
 def _may_follow(error: BaseException) -> bool:
     """Whether an error looks like that of an exchange, which fails when another rank does."""
-    words = ("gloo", "nccl", "connection", "process group", "timed out", "store")
+    # A kernel that reads another device's memory faults when the process that owned it is gone.
+    words = ("gloo", "nccl", "connection", "process group", "timed out", "store", "cuda error")
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
@@ -315,10 +332,10 @@ def _line(error: BaseException) -> str:
 
 
 def _exchanges(thread: int) -> bool:
-    """Whether a thread is in a collective of torch."""
+    """Whether a thread is in a collective of torch, or waits for a GPU, which does what is enqueued."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        if frame.f_globals.get("__name__", "").startswith(("torch.distributed", "torch.cuda.streams")):
             return True
         frame = frame.f_back
     return False

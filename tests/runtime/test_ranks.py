@@ -142,6 +142,20 @@ def test_ranks_meet_exchange_and_count_what_they_sent(start: Start) -> None:
     assert [end.text for end in start(4, work)] == [f"({15 * 16}, 6)"] * 4
 
 
+def test_engines_loaded_one_after_the_other_share_their_groups(start: Start) -> None:
+    def work(rank: int, size: int) -> object:
+        one, other = (join(Parallel(1, ring=2), CPU, f"digest {number}") for number in range(2))
+        assert one is not None and other is not None
+        with one.forward():
+            ring = group_of(RING, 2)
+        with other.forward():
+            again = group_of(RING, 2)
+        weights = one.another_group()
+        return ring is again, weights is other.another_group(), weights is ring, ring is one.group
+
+    assert [end.text for end in start(2, work)] == ["(True, True, False, False)"] * 2
+
+
 def test_a_ring_has_neighbours_that_share_heads(start: Start) -> None:
     def work(rank: int, size: int) -> object:
         ranks = join(Parallel(2, ring=2), CPU, "digest")
@@ -284,6 +298,26 @@ def test_a_hung_rank_ends_all_as_processes_where_gloo_does_not_let_go(
     assert how == "freeze" or ends[2].code == 1, "it was sleeping, and still"
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {reason}"), lines
+
+
+def test_the_watch_stays_for_exchanges_that_a_forward_leaves_behind(start: Start) -> None:
+    def work(rank: int, size: int) -> object:
+        ranks = join(Parallel(size), CPU, "digest")
+        assert ranks is not None
+        ranks.watch.stay_for(lambda: rank == 0)
+        forwards(ranks, {}, lambda number: None)
+        if rank == 1:
+            os._exit(3)
+        deadline = time.monotonic() + 10
+        while ranks.watch.failure is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with ranks.forward():
+            raise AssertionError("the next forward is told before it begins")
+
+    first, second = start(2, work, seconds=20)
+    assert second.code == 3
+    assert first.kind == RankFailure.__name__ and first.text.startswith("rank 1 has ended"), first
+    assert first.seconds < 5
 
 
 def test_followers_compute_what_the_leader_is_given(start: Start) -> None:
