@@ -44,7 +44,7 @@ class Dlo(Pass):
     name: ClassVar[str] = "dlo"
     tier: ClassVar[Tier] = Tier.EXACT
     requires: ClassVar[tuple[str, ...]] = ("outline",)
-    after: ClassVar[tuple[str, ...]] = ("fold-schedule", "fp8", "fuse", "hoist", "sage", "skip")
+    after: ClassVar[tuple[str, ...]] = ("fold-schedule", "fp8", "fuse", "hoist", "sage", "skip", "sp")
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
@@ -94,6 +94,12 @@ def automatic(program: Program, target: Target, mode: Mode, hbm: str | None) -> 
     """The fastest plan for one device that fits its memory, or ``hbm`` of it."""
     if mode != "local":
         raise BuildError(f"dlo chooses for one device, which has no mode={mode}", "add resident=N")
+    if program.parallel is not None:
+        ranks = program.parallel.ranks
+        raise BuildError(
+            f"dlo chooses for one device, and sp shares the rows among {ranks}",
+            f"add resident=N: `h3compile plan --gpus {ranks}` says how many",
+        )
     # What they cost is of no use to a program that says how many blocks stay.
     from h3compile.plan.choose import fastest_residency
     from h3compile.plan.work_of import work_of

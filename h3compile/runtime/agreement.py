@@ -1,4 +1,4 @@
-"""What every rank must say alike before a forward: digests of its inputs, and whether it can run at all."""
+"""What every rank must say alike before a forward, and before what was measured is added up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ __all__ = ["Word", "difference", "digest", "shape_digest"]
 class Word:
     """One rank's: ``inputs`` by name and digest, or a ``refusal``, and whether it was asked to ``stop``.
 
-    ``missing`` names what is to be computed for the request before the step.
+    ``missing`` names what is to be computed for the request before the step. ``measured`` asks for no forward
+    but for the sum of what so many steps measured.
     """
 
     inputs: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     stop: bool = False
     refusal: str | None = None
+    measured: int | None = None
 
     def encode(self) -> str:
         """As text, for the store."""
@@ -38,7 +40,7 @@ class Word:
 
 
 def difference(words: Sequence[Word]) -> H3CompileError | None:
-    """Why these words, rank by rank, do not let the ranks run a forward; None: they do.
+    """Why these words, rank by rank, do not let the ranks do what they ask for together; None: they do.
 
     Every rank comes to the same end, before anything was exchanged: the next forward may run.
     """
@@ -47,6 +49,10 @@ def difference(words: Sequence[Word]) -> H3CompileError | None:
             return H3CompileError(
                 f"rank {rank} refuses its inputs: {word.refusal}", "call every rank with the same inputs"
             )
+    for rank, word in enumerate(words):
+        if word.measured != words[0].measured:
+            asked = " and ".join(f"rank {at} for {_asked(words[at])}" for at in (0, rank))
+            return H3CompileError(f"{asked}: they ask for different things", "have every rank call the same")
     for rank, word in enumerate(words):
         for name, found in words[0].inputs.items():
             if word.inputs.get(name, found) != found:
@@ -57,6 +63,10 @@ def difference(words: Sequence[Word]) -> H3CompileError | None:
     if any(word.stop for word in words):
         return Interrupted("the forward was stopped")
     return None
+
+
+def _asked(word: Word) -> str:
+    return "a forward" if word.measured is None else f"what {word.measured} steps measured"
 
 
 def shape_digest(tensor: torch.Tensor) -> str:

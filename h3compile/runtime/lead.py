@@ -1,10 +1,14 @@
-"""One rank calls the module and the others follow: it sends them the inputs of every forward."""
+"""One rank calls the module and the others follow: it sends them the inputs of every forward.
+
+Or calls them to add up what all have measured.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,9 +16,13 @@ import torch.distributed as dist
 from h3compile.program.serialize import dtype_name, parse_dtype
 from h3compile.runtime.ranks import Ranks
 
-__all__ = ["Coming", "Follower", "Leader"]
+__all__ = ["MEASURED", "Coming", "Follower", "Leader"]
 
 _LEADER = 0
+
+# A call to add up what was measured.
+_Measured = Literal["measured"]
+MEASURED: _Measured = "measured"
 
 # What will be sent: dtype and shape by name.
 Coming = Mapping[str, tuple[str, list[int]]]
@@ -28,6 +36,7 @@ class _Sent:
 
 class Leader:
     """Rank 0's side: for every forward `announce` and then, within it, `send`; `end` when no more will come.
+    `announce_sum` is for what was measured.
 
     A tensor that is the same object as last time, not written to since, is not sent again: followers keep
     theirs, and see that nothing changed.
@@ -58,6 +67,10 @@ class Leader:
                 dist.broadcast(data, group=self._ranks.group, group_src=_LEADER)
             self._sent[name] = _Sent(tensor, None if tensor.is_inference() else tensor._version)
 
+    def announce_sum(self) -> None:
+        """Calls the followers to add up what was measured."""
+        self._tell(MEASURED)
+
     def end(self) -> None:
         """Lets the followers return."""
         self._tell(None)
@@ -68,7 +81,7 @@ class Leader:
             return False
         return sent.version == tensor._version
 
-    def _tell(self, coming: Coming | None) -> None:
+    def _tell(self, coming: Coming | _Measured | None) -> None:
         self._ranks.tell(f"lead/{self._number}", json.dumps(coming))
         self._number += 1
 
@@ -82,12 +95,14 @@ class Follower:
         self._held: dict[str, torch.Tensor] = {}
         self._number = 0
 
-    def wait(self) -> Coming | None:
+    def wait(self) -> Coming | _Measured | None:
         """What will be sent, when rank 0 announces it; None when no more forwards will come.
+
+        Or `MEASURED`, when it is to be added up what the ranks measured.
 
         Waits for as long as rank 0 does other things. Raises `RankFailure` when any rank is gone.
         """
-        coming: Coming | None = json.loads(self._ranks.hear(f"lead/{self._number}"))
+        coming: Coming | _Measured | None = json.loads(self._ranks.hear(f"lead/{self._number}"))
         self._number += 1
         return coming
 

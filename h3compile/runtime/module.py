@@ -187,6 +187,8 @@ class CompiledTransformer(torch.nn.Module):
     def follow(self) -> int:
         """Computes every forward of rank 0 for as long as it is `leading`; how many there were.
 
+        And has a part in what rank 0 says was `measured`.
+
         What rank 0 refuses or stops is refused or stopped here too, without an error. Raises `RankFailure`
         when rank 0, or another rank, failed or is gone.
         """
@@ -198,7 +200,7 @@ class CompiledTransformer(torch.nn.Module):
                 outcome = self._guarded(partial(step, self._stopping, self._obey))
             if isinstance(outcome, Interrupted):
                 self._stopping = False
-            count += not isinstance(outcome, H3CompileError)
+            count += isinstance(outcome, tuple)
         return count
 
     # --- facts ---
@@ -258,9 +260,18 @@ class CompiledTransformer(torch.nn.Module):
 
         Empty for an engine that measures nothing. A request begins when the text, the positions or the
         layout of the rows change, or when a step is no less noisy than the one before it. The values are on
-        the device and asking for them does not wait for it.
+        the device and asking one rank for them does not wait for it.
+
+        Several ranks add up what each counted, the tiles of its own heads, so that all have what one rank
+        would: every rank must ask, after the same forwards, or rank 0 while it is `leading`. That takes one
+        exchange, and no step takes any. Raises `H3CompileError` where a rank asks for something else,
+        `RankFailure` where one does not come.
         """
-        return self._parts.measures.steps
+        together = self._together
+        if together is None:
+            return self._parts.measures.steps
+        with self._running():
+            return together.measured()
 
     def extra_repr(self) -> str:
         text = f"{self._parts.manifest.model}, partition={self.partition!r}, device={str(self.device)!r}"

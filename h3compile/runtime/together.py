@@ -11,7 +11,8 @@ import torch
 from h3compile.errors import H3CompileError
 from h3compile.runtime.agreement import Word, digest, shape_digest
 from h3compile.runtime.forward import Forward, Ready
-from h3compile.runtime.lead import Follower, Leader
+from h3compile.runtime.lead import MEASURED, Follower, Leader
+from h3compile.runtime.measures import MeasuredStep, summed
 from h3compile.runtime.parts import Parts
 from h3compile.runtime.ranks import Ranks
 from h3compile.runtime.runner import Check
@@ -52,6 +53,20 @@ class Together:
             raise outcome
         return outcome
 
+    def measured(self) -> tuple[MeasuredStep, ...]:
+        """What the steps of the request measured, added up over the ranks: all must ask, or rank 0 `leading`.
+
+        Raises `H3CompileError` where a rank asks for something else, a forward or the sum of fewer steps.
+        """
+        if not self._parts.measures.names:
+            return ()
+        if self._leader is not None:
+            self._leader.announce_sum()
+        outcome = self._measured()
+        if isinstance(outcome, H3CompileError):
+            raise outcome
+        return outcome
+
     @contextmanager
     def leading(self) -> Iterator[None]:
         """The other ranks follow this one, rank 0, while the block runs."""
@@ -66,14 +81,30 @@ class Together:
             self._leader = None
             leader.end()
 
-    def following(self) -> Iterator[Callable[[bool, Check], Outputs | H3CompileError]]:
+    def following(self) -> Iterator[Callable[[bool, Check], Outputs | H3CompileError | None]]:
         """What to call for every forward of rank 0, until it does not lead any more: `step` without inputs.
 
-        What this rank would raise because a rank refuses is returned: rank 0 raises it.
+        What this rank would raise because a rank refuses is returned: rank 0 raises it. None: it was no
+        forward, what was measured has been added up.
         """
         follower = Follower(self._ranks, self._parts.device)
         while (coming := follower.wait()) is not None:
-            yield partial(self._step, partial(follower.receive, coming))
+            if coming == MEASURED:
+                yield self._add_measured
+            else:
+                yield partial(self._step, partial(follower.receive, coming))
+
+    def _add_measured(self, stop: bool, obey: Check) -> H3CompileError | None:
+        outcome = self._measured()
+        return outcome if isinstance(outcome, H3CompileError) else None
+
+    def _measured(self) -> tuple[MeasuredStep, ...] | H3CompileError:
+        steps = self._parts.measures.steps
+        with self._ranks.forward():  # for its watch
+            found, _ = self._ranks.agree(Word(measured=len(steps)))
+            if found is None:
+                return summed(steps, self._ranks.group)
+        return found
 
     def _step(self, bring: Callable[[], Given], stop: bool, obey: Check) -> Outputs | H3CompileError:
         ready: Ready | None = None

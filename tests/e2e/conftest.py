@@ -24,6 +24,9 @@ KINDS = {
     "inductor": ("inductor", ""),
     "one": ("eager", ""),
     "ranks4": ("eager", "sp(ulysses=4)"),
+    "skipping": ("eager", "skip(threshold=900,until=0.9)"),
+    "skipping on 2": ("eager", "skip(threshold=900,until=0.9),sp(ulysses=2)"),
+    "skipping on 4": ("eager", "skip(threshold=900,until=0.9),sp(ulysses=4)"),
     "gathered": ("eager", "sp(ulysses=4),dlo(resident=1,mode=allgather)"),
     "gathered in pieces": ("eager", "sp(ulysses=4),dlo(resident=1,mode=allgather,pieces=3)"),
 }

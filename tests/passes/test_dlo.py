@@ -21,6 +21,7 @@ from h3compile.pipeline.testing import Case, check_pass
 from h3compile.program.printer import print_program
 from h3compile.program.program import Program
 from h3compile.program.residency import Residency
+from h3compile.program.serialize import region_to_json
 from h3compile.program.verifier import VerificationError, verify
 from h3compile.targets import find_target
 
@@ -71,10 +72,21 @@ def test_only_repeated_calls_of_the_step_are_streamed(planned) -> None:
 
 
 def test_it_comes_last_and_says_so_in_the_printed_program(planned) -> None:
-    typed, _ = resolve("dlo(resident=1),skip,fp8", Registry.default())
+    typed, _ = resolve("dlo(resident=1),sp(ulysses=2),skip,fp8", Registry.default())
     assert order(typed)[-1] == Dlo(resident=1)
     program = planned(Dlo(resident=1)).program
     assert "residency 1 of 4 blocks resident, the others in 2 slots, local" in print_program(program)
+
+
+def test_ranks_are_shared_before_weights_are_placed_whatever_is_typed_first(case: Case) -> None:
+    found = []
+    for typed in ("sp(ulysses=2),dlo(resident=1),-fuse", "-fuse,dlo(resident=1),sp(ulysses=2)"):
+        program, runs = Manager(resolve(typed, Registry.default())[0]).run(case.program, find_target("cpu"))
+        assert [run.name for run in runs][-2:] == ["sp", "dlo"]
+        assert program.parallel is not None and program.residency is not None
+        regions = {name: region_to_json(region) for name, region in program.regions.items()}
+        found.append((print_program(program), regions))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from h3compile.passes.fold_schedule import FoldSchedule
 from h3compile.passes.fuse import Fuse
 from h3compile.passes.hoist import Hoist
 from h3compile.passes.outline import Outline
+from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.manager import Manager
 from h3compile.plan.choose import fastest_residency
 from h3compile.plan.shapes import Clip
@@ -58,6 +59,11 @@ def test_a_target_that_does_not_say_how_fast_it_is_is_refused(program: Program) 
 def test_it_chooses_for_one_device(program: Program) -> None:
     with pytest.raises(BuildError, match="dlo chooses for one device, which has no mode=allgather"):
         Dlo(mode="allgather").apply(program, find_target("b300"))
+    shared = SequenceParallel(ulysses=2).apply(program, find_target("b300")).program
+    with pytest.raises(
+        BuildError, match="dlo chooses for one device, and sp shares the rows among 2: add res"
+    ):
+        Dlo().apply(shared, find_target("b300"))
 
 
 @pytest.mark.parametrize(
