@@ -50,11 +50,13 @@ from h3compile.pipeline.instruments import Dump, Report
 from h3compile.pipeline.manager import Manager, PassRun
 from h3compile.pipeline.registry import Registry
 from h3compile.pipeline.spelling import resolve
+from h3compile.plan.work_of import activations_of
 from h3compile.program.printer import print_program
 from h3compile.program.program import Call, Program
 from h3compile.program.serialize import dtype_name, region_to_json
 from h3compile.program.stages import Stage
 from h3compile.progress import Progress, Silent
+from h3compile.quality.planned import planned
 from h3compile.quality.report import write_report
 from h3compile.quality.summary import operators, program_weights_by_stage
 from h3compile.runtime.executors import eager
@@ -370,6 +372,7 @@ class _Build:
             measures=program.measures,
             plan=plan_record(program),
             parallel=parallel_record(program),
+            activations=self._activations(program),
             partitions=dict(partitions),
             passes=tuple(
                 PassRecord(spelled=run.spelled, tier=run.tier.value, matches=run.matches) for run in runs
@@ -384,6 +387,13 @@ class _Build:
             weights="none" if not partitions else "linked" if self.config.link else "copied",
             pending=lowered.pending,
         )
+
+    def _activations(self, program: Program) -> tuple[str, ...]:
+        try:
+            return tuple(map(str, activations_of(program, fused=self.backend.lowers)))
+        except ValueError as error:  # a plugin may have sizes of any form
+            self._note(f"how much memory a forward needs is not known, and not checked by loads: {error}")
+            return ()
 
     def _report(
         self,
@@ -406,6 +416,7 @@ class _Build:
                 weights_after=program_weights_by_stage(program),
                 seconds={name: spent for name, spent in self.seconds.items() if name != "report"},
                 notes=self.notes,
+                planned=planned(program, self.target, max(self.config.steps)),
             )
             writer.add_file("report.html", path)
 

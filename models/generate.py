@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from h3compile.errors import CheckpointError, H3CompileError, Interrupted
 from h3compile.models.clip import Clip
 from h3compile.models.h3 import PARTITIONS, dominant_dtype
 from h3compile.models.media import Media, probe, read_image, read_sound, read_video
+from h3compile.models.placing import Placement, Placing, current, shorten, vacate
 from h3compile.models.quiet import quiet_libraries
 from h3compile.models.request import FPS, SAMPLE_RATE, Request
 from h3compile.program.source import ShardedTensors
@@ -39,6 +40,7 @@ def load_pipeline(
     from_checkpoint: Collection[str] = (),
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    placements: Mapping[str, Placement] | None = None,
     progress: Progress | None = None,
 ) -> ModularPipeline:
     """Diffusers' pipeline around ``model``, with the given modules where its transformers would be.
@@ -51,6 +53,9 @@ def load_pipeline(
         device: where the other components go.
         dtype: of the other components; None leaves the conditioner as it is stored and the VAEs float32, as
             they are published.
+        placements: by component, ``text_encoder``, ``vae`` or ``audio_vae``: ``moved`` to the device while it
+            works, ``streamed`` there a layer at a time, or ``resident``, which they are unless said; a number
+            means moved if its weights take no more bytes, else streamed.
         progress: told of each component.
 
     Raises:
@@ -58,6 +63,7 @@ def load_pipeline(
     """
     report = progress or Silent()
     given = {"transformer": transformer, "transformer_ref": transformer_ref}
+    placing = Placing(placements or {}, device)
     with quiet_libraries():
         pipe = _open_index(model)
         names = [
@@ -68,7 +74,11 @@ def load_pipeline(
         report.phase("loading components", len(names))
         for name in names:
             stored = _stored_dtype(model / name) if name in PARTITIONS else dtype
-            pipe.update_components(**{name: _load_component(pipe, name, stored, device)})
+            component = _load_component(pipe, name, stored)
+            if name == "text_encoder":
+                shorten(component, pipe.text_encoder_layer)
+            placing.put(name, component)
+            pipe.update_components(**{name: component})
             report.advance()
         pipe.update_components(**{name: module for name, module in given.items() if module is not None})
     _silence_bars(pipe._blocks)
@@ -135,9 +145,9 @@ def _run(
     pipe.audio_scheduler.set_shift(request.audio_flow_shift)
 
     report.phase("encode", None)
-    hooks = _watch(module, request.forwards, report, should_stop, decode)
+    hooks = _watch(pipe, module, request.forwards, report, should_stop, decode)
     try:
-        with quiet_libraries():
+        with quiet_libraries(), current(torch.device(pipe._execution_device)):
             result: dict[str, Any] = pipe(
                 prompt=request.prompt,
                 width=request.width,
@@ -153,6 +163,7 @@ def _run(
     finally:
         for hook in hooks:
             hook.remove()
+        vacate(pipe.components)
 
 
 def _clip(video: torch.Tensor, sound: torch.Tensor, sample_rate: int) -> Clip:
@@ -164,7 +175,12 @@ def _clip(video: torch.Tensor, sound: torch.Tensor, sample_rate: int) -> Clip:
 
 
 def _watch(
-    module: nn.Module, forwards: int, report: Progress, should_stop: Callable[[], bool], decode: bool
+    pipe: ModularPipeline,
+    module: nn.Module,
+    forwards: int,
+    report: Progress,
+    should_stop: Callable[[], bool],
+    decode: bool,
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks that draw the denoising phase around the calls of ``module`` and stop between two of them."""
     done = 0
@@ -173,6 +189,7 @@ def _watch(
         if should_stop():
             raise Interrupted(f"stopped after {done} of {forwards} forwards")
         if done == 0:
+            vacate(pipe.components)  # the transformer has no hook that would have the others leave
             report.phase("denoise", forwards)
 
     def after(*_: Any) -> None:
@@ -229,16 +246,13 @@ def _open_index(model: Path) -> ModularPipeline:
     return pipe
 
 
-def _load_component(
-    pipe: ModularPipeline, name: str, dtype: torch.dtype | None, device: torch.device | str
-) -> Any:
+def _load_component(pipe: ModularPipeline, name: str, dtype: torch.dtype | None) -> Any:
     # `pipe.load_components` only warns of a component it could not load, and leaves it out.
     options = {} if dtype is None else {"dtype": dtype}
     try:
-        component = pipe.get_component_spec(name).load(**options)
+        return pipe.get_component_spec(name).load(**options)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"cannot load {name} ({error})", "fetch the checkpoint again") from error
-    return component.to(device) if isinstance(component, nn.Module) else component
 
 
 def _stored_dtype(partition: Path) -> torch.dtype:

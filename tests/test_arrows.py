@@ -50,6 +50,7 @@ EXPORTS = {"build": "driver", "load": "runtime"}
 # Libraries that belong to some houses only: an engine runs where no model library is installed.
 LIBRARIES: dict[str, set[str]] = {
     "diffusers": {"models"},
+    "accelerate": {"models"},
     "transformers": {"models"},
     "modelopt": {"models"},
     "typer": {"cli"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from h3compile.cli.interrupt import stop_between_steps
 from h3compile.cli.outcome import FOLDER, last_words
+from h3compile.cli.tenants import Asked, room
 from h3compile.progress import Progress
 
 if TYPE_CHECKING:
     from h3compile.models.request import Request
+    from h3compile.runtime.measures import MeasuredStep
     from h3compile.runtime.module import CompiledTransformer
 
 __all__ = ["Job", "load_module", "make_clip"]
@@ -35,6 +37,7 @@ class Job:
     lossless: bool = False
     report: Path | None = None
     expect: str | None = None
+    components: Asked | None = None  # where text encoder and VAEs live; None: what fits
 
     def encode(self) -> str:
         """As text, for another process."""
@@ -65,10 +68,22 @@ def load_module(job: Job) -> CompiledTransformer:
     """The engine of ``job`` with the weights that its request needs."""
     from h3compile.runtime.load import load
 
-    module = load(job.engine, job.device, partition=job.request.partition, expect=job.expect)
+    request = job.request
+    rows = _lengths(request)
+    module = load(job.engine, job.device, partition=request.partition, expect=job.expect, rows=rows)
     if FOLDER in os.environ and module.ranks is not None:
         module.ranks.watch.at_last_resort(last_words)
     return module
+
+
+def _lengths(request: Request) -> dict[str, int]:
+    """The lengths of the forwards, as far as they are known: a prompt of some words, and no references."""
+    from h3compile.plan.shapes import Clip
+
+    keyframes = sum(picture is not None for picture in (request.image, request.last_image))
+    clip = Clip(request.width, request.height, request.frames, task="fl2va" if keyframes else "t2va")
+    conditions = keyframes * clip.frame_rows
+    return replace(clip, condition_rows=conditions).dims
 
 
 def make_clip(job: Job, progress: Progress, *, leads: bool = False) -> list[tuple[str, str]]:
@@ -91,6 +106,7 @@ def make_clip(job: Job, progress: Progress, *, leads: bool = False) -> list[tupl
             transformer=module if request.partition == "transformer" else None,
             transformer_ref=module if request.partition == "transformer_ref" else None,
             device=module.device,
+            placements=room(module.device, request.frames * request.width * request.height, job.components),
             progress=progress,
         )
         loaded = time.monotonic()
@@ -98,6 +114,7 @@ def make_clip(job: Job, progress: Progress, *, leads: bool = False) -> list[tupl
             clip = generate(pipe, request, progress=progress, should_stop=stopped)
             if stopped():  # asked for after the last step: the clip is not wanted either
                 raise KeyboardInterrupt
+            measured = module.measured()  # of all ranks: the others do not follow after this block
     generated = time.monotonic()
     progress.phase("write the MP4", None)
     write_mp4(job.output, clip, lossless=job.lossless)
@@ -106,10 +123,10 @@ def make_clip(job: Job, progress: Progress, *, leads: bool = False) -> list[tupl
         ("request", request.summary),
         ("took", f"{loaded - begun:.1f} s to load, {generated - loaded:.1f} s to generate"),
     ]
-    return rows + _skipped(job, module)
+    return rows + _skipped(job, measured)
 
 
-def _skipped(job: Job, module: CompiledTransformer) -> list[tuple[str, str]]:
+def _skipped(job: Job, measured: Sequence[MeasuredStep]) -> list[tuple[str, str]]:
     from h3compile.engine.loader import open_engine
 
     manifest = open_engine(job.engine, verify=False).manifest
@@ -117,7 +134,7 @@ def _skipped(job: Job, module: CompiledTransformer) -> list[tuple[str, str]]:
         return []
     from h3compile.quality.skipped import skipped_tiles
 
-    skipped = skipped_tiles(manifest, module.measured())
+    skipped = skipped_tiles(manifest, measured)
     rows = [("skipped tiles", skipped.summary())]
     if job.report is not None:
         job.report.write_text(skipped.encode(), encoding="utf-8")

@@ -216,9 +216,22 @@ def build_command(plan: Plan, model: str | None) -> str:
 
 
 def build_note(plan: Plan) -> str:
-    """How an engine for several GPUs is run; empty for one GPU."""
+    """How it is run where that is not as usual: on several GPUs, with components in other places."""
     shards = plan.space.parallel.shards
-    return f"run it on all of them: h3compile run h3.h3e --gpus {shards} ..." if shards > 1 else ""
+    options = f" --gpus {shards}" if shards > 1 else ""
+    placements = {tenant.placement for tenant in plan.space.tenants}
+    if placements == {"streamed"}:
+        options += " --components streamed"
+    told = f"run it with h3compile run h3.h3e{options} ..." if options else ""
+    if "elsewhere" in placements:
+        return _also(told, "components elsewhere are for servers: `h3compile run` has them on its GPU")
+    if plan.node.count > 1:
+        return _also(told, "components are planned as servers share them: `run` has them on the first GPU")
+    return told
+
+
+def _also(*told: str) -> str:
+    return "; ".join(filter(None, told))
 
 
 def sources(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from h3compile.cli.console import facts, stdout
 from h3compile.cli.progress import shown
 from h3compile.cli.rank import said_once, take_part
 from h3compile.cli.ranks import ranks_of, run_ranks, world
+from h3compile.cli.tenants import asked_placement
 from h3compile.cli.values import check_writable
 from h3compile.errors import EngineError, H3CompileError
 
@@ -65,6 +66,14 @@ def run(
             metavar="N",
             min=1,
             help="GPUs to share the work, a process each.  [default: as many as the engine was built for]",
+        ),
+    ] = None,
+    components: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where text encoder and VAEs live: resident on the GPU, moved there while they work, or "
+            "streamed by layers.  [default: moved where they fit, else streamed]",
         ),
     ] = None,
     lossless: Annotated[
@@ -121,6 +130,7 @@ def run(
         request, notes = Request(prompt, **given).resolve()  # type: ignore[arg-type]
         manifest = open_engine(engine, expect=expect, verify=False).manifest
         _check_partition(engine, manifest, request.partition)
+        placement = asked_placement(components)
         count = ranks_of(engine, manifest, gpus, device)
         if report is not None and not manifest.measures:
             raise EngineError(f"{engine} skips nothing and has nothing to report", "leave --report out")
@@ -135,6 +145,7 @@ def run(
         lossless=lossless,
         report=report,
         expect=expect,
+        components=placement,
     )
     if count > 1:
         if world() is not None:

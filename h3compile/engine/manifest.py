@@ -37,8 +37,8 @@ __all__ = [
     "fingerprint_of",
 ]
 
-# 2 added ``variants`` and ``measures``, 3 added ``plan`` and ``parallel``.
-SCHEMA_VERSION = 3
+# 2 added ``variants`` and ``measures``, 3 ``plan`` and ``parallel``, 4 ``activations``.
+SCHEMA_VERSION = 4
 MANIFEST = "engine.json"
 RANGE_KEY = "range"  # the one tensor in the file of a range
 
@@ -270,6 +270,9 @@ class Manifest(_Record):
     measures: tuple[str, ...] = ()  # step-stage values kept for reports: int32 [2], skipped and considered
     plan: PlanRecord | None = None  # None: every weight of request and step stays on the device
     parallel: ParallelRecord | None = None  # None: one rank has all rows
+    # Bytes that live at once in a forward of one rank, beside weights and tables: the largest of these
+    # polynomials in ``dims``, such as ``107912*rows + 392*video_rows``. Empty: nobody knows.
+    activations: tuple[str, ...] = ()
     partitions: dict[str, PartitionRecord]
     passes: tuple[PassRecord, ...]
     backend: str

@@ -1,15 +1,18 @@
-"""The residency of a program that is being built: what the pass `dlo` takes when it is not told."""
+"""For a program that is being built: the residency that `dlo` takes when it is not told, and its plan."""
 
 from __future__ import annotations
 
-from h3compile.plan.planner import Planner, Question
+from h3compile.plan.memory import usable
+from h3compile.plan.planner import PLACEMENTS, Planner, Question, tenants
+from h3compile.plan.plans import Plan
 from h3compile.plan.residency import Residency
 from h3compile.plan.shapes import Clip
 from h3compile.plan.shortage import shortage
+from h3compile.plan.space import Space
 from h3compile.plan.work import ProgramWork
 from h3compile.targets import Node, Target
 
-__all__ = ["fastest_residency"]
+__all__ = ["fastest_residency", "plan_of"]
 
 
 def fastest_residency(
@@ -28,3 +31,17 @@ def fastest_residency(
     if found is None:
         raise shortage(planner)
     return found.residency
+
+
+def plan_of(work: ProgramWork, target: Target, residency: Residency, clip: Clip | None = None) -> Plan:
+    """The plan of a ``residency`` on one ``target``, of a clip of 1344x768 and 124 frames unless said.
+
+    Text encoder and VAEs live where they first fit beside it, or elsewhere. `H3CompileError` where the target
+    does not say how fast it is.
+    """
+    limit = usable(target)
+    for placements in PLACEMENTS:
+        space = Space(work, target, clip or Clip(), passes=work.passes, tenants=tenants(placements, 1))
+        if limit is None or space.memory(residency).peak <= limit:
+            break
+    return Plan(Node(target, 1), space, residency, space.step(residency), limit)

@@ -74,8 +74,9 @@ class Component:
 
 
 # Qwen3-VL-32B in BF16, of which H3 reads hidden state 50 of 64: 51.5 GB for the layers in use (vllm-omni
-# #5764). What Diffusers loads is whole, 66.7 GB (unsloth #8283). Its largest part is the embedding, 151,936
-# x 5120; a layer has 0.97 GB. The peak is an estimate: a prompt of some hundred rows with a picture.
+# #5764). What Diffusers loads is whole, 66.7 GB (unsloth #8283); `h3compile run` keeps one layer more than
+# are in use. Its largest part is the embedding, 151,936 x 5120; a layer has 0.97 GB. The peak is an estimate:
+# a prompt of some hundred rows with a picture.
 TEXT_ENCODER = Component(
     "text-encoder",
     "text encoder (Qwen3-VL-32B, 50 layers, BF16)",

@@ -44,6 +44,7 @@ _HALF_WAVE = 132 / 2
 # 60.5 over 68.3 (h200_passes.json, h200_attention.json). Elsewhere the `attention` operator is cuDNN
 # itself.
 _CUDNN_ON_HOPPER = 0.89
+_BY_CUDNN = ("aten.scaled_dot_product_attention", "ring_attention.default")
 
 # What PyTorch's own kernels, an operator each, reach of a copy: in one block as Diffusers ships it 13.5 ms
 # of them, at 37,760 rows, for bytes that a copy moves in 8.0 ms (h200_passes.json). Concatenation is the
@@ -130,7 +131,7 @@ def _of_a_copy(piece: Piece) -> float:
 
 def _relative(piece: Piece, target: Target, skipped: float) -> float:
     """Speed of a kernel over the one that the target's rate is of."""
-    if piece.operator == "aten.scaled_dot_product_attention" and target.arch == "sm_90a":
+    if piece.operator in _BY_CUDNN and target.arch == "sm_90a":
         return _CUDNN_ON_HOPPER
     if piece.operator.endswith(".skip"):
         return 1 / ((1 + _TESTS) * (1 - _SAVED * skipped))

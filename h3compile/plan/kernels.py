@@ -25,7 +25,7 @@ from h3compile.program.propagate import propagate
 from h3compile.program.region import Region
 from h3compile.program.serialize import dtype_name, op_name
 
-__all__ = ["polynomial_of", "region_work"]
+__all__ = ["polynomial_of", "region_peak", "region_work"]
 
 aten = torch.ops.aten
 
@@ -40,10 +40,11 @@ _ALIGNMENT = 256
 
 _OURS = {operator.target: operator for operator in OPERATORS}
 
-# Kernels of an operator of ours, where more than one.
-_LAUNCHES = {"sage_prepare": 6, "sage_quantize": 6}
+# Kernels of an operator of ours, where more than one. Of a ring those of a turn: an attention, and torch's
+# eight that merge it with the turns before.
+_LAUNCHES = {"sage_prepare": 6, "sage_quantize": 6, "ring_attention": 9}
 
-_ATTENTION = ("attention", "sage_attention")
+_ATTENTION = ("attention", "sage_attention", "ring_attention")
 
 # Operators whose result is another way to look at the memory of their first operand.
 _VIEWS = frozenset(
@@ -74,10 +75,17 @@ def region_work(
     region: Region, dims: Iterable[Dim], *, tables: frozenset[str] = frozenset(), fused: bool = True
 ) -> RegionWork:
     """The work of one region; ``tables`` are the inputs that a runner counts as tables."""
-    kernels = _Kernels(propagate(region, dims), tables, fused)
+    kernels = _Kernels(propagate(region, dims), tables, fused, costs=True)
     pieces = tuple(event.piece for event in kernels.events if event.piece is not None)
     weights = sum(_aligned(math.prod(map(int, port.shape)) * port.dtype.itemsize) for port in region.weights)
     return RegionWork(pieces, weights, undominated(kernels.live()))
+
+
+def region_peak(
+    region: Region, dims: Iterable[Dim], *, tables: frozenset[str] = frozenset(), fused: bool = True
+) -> tuple[Polynomial, ...]:
+    """`RegionWork.peak` alone: no operator is asked for its cost, so any that has a shape will do."""
+    return undominated(_Kernels(propagate(region, dims), tables, fused, costs=False).live())
 
 
 def _aligned(count: int) -> int:
@@ -96,8 +104,9 @@ class _Event:
 class _Kernels:
     """A region as kernels in order, and what lives during each."""
 
-    def __init__(self, region: Region, tables: frozenset[str], fused: bool) -> None:
+    def __init__(self, region: Region, tables: frozenset[str], fused: bool, *, costs: bool) -> None:
         self._fused = fused
+        self._costs = costs
         self._names = _symbol_names(region)
         self._nodes = [node for node in region.graph.nodes if node.op != "output"]
         (output,) = (node for node in region.graph.nodes if node.op == "output")
@@ -135,7 +144,7 @@ class _Kernels:
         if self._is_extern(node) or not self._fused:
             makes = self._made_by(node)
             reads = frozenset(self._base(n) for n in node.all_input_nodes if not self._is_length(n))
-            yield _Event(reads, makes, self._extern_piece(node, makes))
+            yield _Event(reads, makes, self._extern_piece(node, makes) if self._costs else None)
         elif node in self._stored:
             loads = self._read_by(node)
             moved = total([*loads.values(), self._size(node)])
@@ -148,19 +157,20 @@ class _Kernels:
             given = fx.node.map_arg(node.args, _value)
             named = fx.node.map_arg(dict(node.kwargs), _value)
             operands = operator.operands(given, named)  # type: ignore[arg-type]
-            cost = operator.cost(*operands)
+            cost = operator.cost(*map(_sized, operands))
             name = operator.name.partition(".")[0]
             kind: Kind = "gemm" if name == "linear_fp8" else "attention" if name in _ATTENTION else "rows"
             first = operands[0]
             assert isinstance(first, torch.Tensor)
             flop, tile = Polynomial(), Polynomial()
+            turns = _turns(name, operands)
             if kind != "rows":
                 flop = total(self._poly(count) for count in cost.flop.values())
-                tile = self._tile(kind, operands)
+                # Every turn of a ring has a last wave.
+                tile = total([self._tile(kind, operands)] * turns)
             dtype = dtype_name(first.dtype) if kind != "rows" else "float32"
-            return Piece(
-                operator.name, kind, dtype, flop, self._poly(cost.bytes), tile, _LAUNCHES.get(name, 1)
-            )
+            launches = turns * _LAUNCHES.get(name, 1)
+            return Piece(operator.name, kind, dtype, flop, self._poly(cost.bytes), tile, launches)
         inputs = list(dict.fromkeys(n for n in node.all_input_nodes if not self._is_length(n)))
         if node.target in _SCATTERS:
             moved = self._size(inputs[-1]) * 2  # what is read is written; the rest stays as it is
@@ -334,6 +344,33 @@ def _value(node: fx.Node) -> Operand:
     return value
 
 
+class _Sized:
+    """A tensor of symbolic sizes as costs look at it: torch's own ``nbytes`` refuses those."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.numel() * self._tensor.element_size()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tensor, name)
+
+
+def _sized(operand: Operand) -> object:
+    return _Sized(operand) if isinstance(operand, torch.Tensor) else operand
+
+
+def _turns(name: str, operands: Sequence[Operand]) -> int:
+    """How often an operator does its work: a ring once for the keys of each of its ranks."""
+    if name != "ring_attention":
+        return 1
+    ring = operands[4]
+    assert isinstance(ring, int)
+    return ring
+
+
 def _is_getitem(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
@@ -359,13 +396,19 @@ def _symbol_names(region: Region) -> dict[sympy.Symbol, str]:
 
 
 def polynomial_of(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Polynomial:
-    """``expression`` with every division taken without rounding: off by less than one unit of its result."""
+    """``expression`` with every division taken without rounding: off by less than one unit of its result.
+
+    Raises `ValueError` where it is no polynomial.
+    """
     for division in (FloorDiv, CleanDiv, CeilDiv):
         expression = expression.replace(division, lambda a, b: a / b)
     symbols = sorted(expression.free_symbols, key=str)
     if not symbols:
         return Polynomial.constant(float(expression))
-    terms = sympy.Poly(expression.expand(), *symbols).terms()
+    try:
+        terms = sympy.Poly(expression.expand(), *symbols).terms()
+    except sympy.PolynomialError as error:
+        raise ValueError(f"{expression} is no polynomial") from error
     return Polynomial.of(
         {
             tuple(names[s] for s, power in zip(symbols, powers, strict=True) for _ in range(power)): float(

@@ -20,7 +20,7 @@ from h3compile.plan.space import Space
 from h3compile.plan.work import ProgramWork, released
 from h3compile.targets import Node
 
-__all__ = ["LOSSY", "Objective", "Placements", "Planner", "Question"]
+__all__ = ["LOSSY", "PLACEMENTS", "Objective", "Placements", "Planner", "Question", "tenants"]
 
 # What is to be short: a step of one clip, or the node's time for it when it makes several at once.
 Objective = Literal["latency", "throughput"]
@@ -31,9 +31,9 @@ LOSSY = ("fp8", "sage")
 # How many times as long as the fastest a step may take to be on a frontier.
 WORTH = 3.0
 
-# Where the text encoder lives, and where the VAEs do.
+# Where the text encoder lives, and where the VAEs do; the ways that are tried, in order.
 Placements = tuple[Placement, Placement]
-_TRIED: tuple[Placements, ...] = (
+PLACEMENTS: tuple[Placements, ...] = (
     ("moved", "moved"),
     ("streamed", "moved"),
     ("streamed", "streamed"),
@@ -161,7 +161,7 @@ class Planner:
     @property
     def _tried(self) -> tuple[Placements, ...]:
         asked = self.question.components
-        return _TRIED if asked is None else ((asked, asked),)
+        return PLACEMENTS if asked is None else ((asked, asked),)
 
     def _variants(self) -> dict[str, ProgramWork]:
         """The work under the passes asked for, and with those added that may be."""
@@ -229,7 +229,7 @@ class Planner:
                         parallel=parallel,
                         replicas=replicas,
                         together=replicas if whole else 1,
-                        tenants=_tenants(placements, question.node.count),
+                        tenants=tenants(placements, question.node.count),
                     )
                 ]
                 for candidate in space.candidates()
@@ -261,7 +261,7 @@ class Planner:
         return checked(self.question.node, space, candidate, self.question.limit)
 
 
-def _tenants(placements: Placements, devices: int) -> tuple[Component, ...]:
+def tenants(placements: Placements, devices: int) -> tuple[Component, ...]:
     """The text encoder, split over the devices, and the VAEs, whole on each: their tiles are divided."""
     encoder, vaes = placements
     return (

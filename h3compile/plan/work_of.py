@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import sympy  # type: ignore[import-untyped]
 
-from h3compile.plan.kernels import polynomial_of, region_work
-from h3compile.plan.polynomial import Polynomial, total
+from h3compile.plan.kernels import polynomial_of, region_peak, region_work
+from h3compile.plan.polynomial import Polynomial, total, undominated
 from h3compile.plan.work import CallWork, ProgramWork
 from h3compile.program.analysis import execution_stages
 from h3compile.program.program import Call, Program
+from h3compile.program.stages import Stage
 
-__all__ = ["work_of"]
+__all__ = ["activations_of", "work_of"]
 
 
 def work_of(program: Program, passes: str = "", *, fused: bool = True) -> ProgramWork:
@@ -26,10 +27,30 @@ def work_of(program: Program, passes: str = "", *, fused: bool = True) -> Progra
     )
     assert isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int)
     regions = {
-        name: region_work(region, program.facts.dims, tables=_table_ports(program, name), fused=fused)
+        name: region_work(region, program.dims, tables=_table_ports(program, name), fused=fused)
         for name, region in program.regions.items()
     }
     return ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)))
+
+
+def activations_of(program: Program, *, fused: bool = True) -> tuple[Polynomial, ...]:
+    """Bytes that live at once in a forward of an outlined ``program``: the largest of these.
+
+    By liveness, in its free lengths; weights and tables are left out. Of several ranks, those of one.
+    """
+    stages, values = execution_stages(program), _Values(program)
+    peaks: dict[str, tuple[Polynomial, ...]] = {}
+    found = []
+    for call in program.calls:
+        if stages[call.name] not in (Stage.REQUEST, Stage.STEP):
+            continue
+        held = values.held(call, stages[call.name].value)
+        for name in program.forms_of(call.region):
+            if name not in peaks:
+                tables = _table_ports(program, name)
+                peaks[name] = region_peak(program.regions[name], program.dims, tables=tables, fused=fused)
+            found += [held + peak for peak in peaks[name]]
+    return undominated(found)
 
 
 def _table_ports(program: Program, region: str) -> frozenset[str]:
@@ -67,7 +88,7 @@ class _Values:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.hints = {dim.name: dim.hint for dim in program.facts.dims}
+        self.hints = {dim.name: dim.hint for dim in program.dims}
         self._given = [port.name for port in program.inputs]
         stages = execution_stages(program)
         self._at = {call.name: place for place, call in enumerate(program.calls)}

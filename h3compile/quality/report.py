@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h3compile.engine.manifest import CallRecord, Manifest, PortRecord, RegionRecord
 from h3compile.pipeline.manager import PassRun
+from h3compile.quality.planned import Planned
 from h3compile.quality.summary import artifact_size, folder_sizes, in_order, stands_in, weights_by_stage
 from h3compile.quality.units import forwards, size
 
@@ -63,6 +64,7 @@ def write_report(
     files: Mapping[str, int],
     seconds: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
+    planned: Planned | None = None,
 ) -> None:
     """Write the report of a build to ``path``.
 
@@ -70,7 +72,8 @@ def write_report(
     one partition's weights by stage as they would be read with no pass run, usually all in ``step``, and
     ``weights_after`` as this engine reads them, by default by the manifest, which has none when weightless;
     ``files`` the bytes of every file of the engine so far, by relative path; ``seconds`` the time of each
-    phase of the build. The report is itself covered by the engine's digest and so cannot show it.
+    phase of the build; ``planned`` is where its blocks live. The report is itself covered by the engine's
+    digest and so cannot show it.
     """
     first = next(iter(manifest.partitions.values()), None)
     after = weights_after or (weights_by_stage(manifest, first) if first else {})
@@ -98,6 +101,7 @@ def write_report(
         tables_total=sum(nbytes for name, nbytes in files.items() if name.startswith("tables/")),
         seconds=seconds or {},
         notes=notes,
+        planned=planned,
     )
     path.write_text(text, encoding="utf-8")
 

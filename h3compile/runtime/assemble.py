@@ -15,6 +15,7 @@ from h3compile.errors import EngineError, H3CompileError
 from h3compile.plan.schedule import Schedule
 from h3compile.program.residency import Residency
 from h3compile.program.serialize import parse_dtype
+from h3compile.runtime.activations import Activations
 from h3compile.runtime.executors import Executor, executor_for
 from h3compile.runtime.fold import ScheduleCall
 from h3compile.runtime.groups import TableGroup, group_tables
@@ -50,12 +51,14 @@ def assemble(
     residency: Residency | None = None,
     host: HostMemory | None = None,
     ranks: Ranks | None = None,
+    activations: Activations | None = None,
 ) -> Parts:
     """The parts of a module that runs ``partition`` of an engine on ``device``.
 
     ``residency`` says which blocks stay there; None: all, and they are there on return. What is streamed
-    lies in ``host``. Raises `EngineError` when the engine's records do not fit each other, and
-    `H3CompileError` when a GPU or the host lacks the memory, before any of it is allocated.
+    lies in ``host``. ``activations`` are those of the largest forward that is to come. Raises `EngineError`
+    when the engine's records do not fit each other, and `H3CompileError` when a GPU or the host lacks the
+    memory, before any of it is allocated.
     """
     program = link(folder.manifest)
     sizes = {name: found.nbytes for name, found in folder.manifest.partitions[partition].ranges.items()}
@@ -67,8 +70,9 @@ def assemble(
     site = _Site(folder, partition, device, pool, program, groups, places, host or HostMemory(device), ranks)
     site.require_ranges()
     site.require_host_memory(table_bytes)
-    if device.type == "cuda":
-        site.require_memory()
+    free = free_bytes(device)
+    if free is not None:
+        site.require_memory(free, activations)
     return site.build(table_bytes)
 
 
@@ -101,8 +105,8 @@ class _Site:
                     "rebuild the engine",
                 )
 
-    def require_memory(self) -> None:
-        """What will be allocated against what the GPU has, before anything is allocated."""
+    def require_memory(self, free: int, activations: Activations | None) -> None:
+        """What will be allocated against the ``free`` bytes of the GPU, before anything is allocated."""
         places, sizes = self.places, self.places.sizes
         keys = {self._device_key(name): sizes[name] for name in places.always}
         keys |= {
@@ -113,17 +117,21 @@ class _Site:
         slots = places.residency.slots * places.slot_bytes + places.residency.areas * places.area_bytes
         cold = max((sizes[name] for name in self.cold.values()), default=0)
         tables = self._folded * sum(group.nbytes for group in self.groups if not group.on_host)
-        need = weights + slots + cold + tables
-        free, _ = torch.cuda.mem_get_info(self.device)
-        # What this process's allocator holds and does not use is free too.
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if need > free:
-            parts = f" ({gib(weights)} of weights, {gib(slots)} of slots, {gib(tables)} of tables)"
-            raise H3CompileError(
-                f"the engine needs {gib(need)}{parts if slots else ''} on {self.device}, which has"
-                f" {gib(free)} free",
-                "free the device, take a larger one, or keep fewer blocks on it: load(path, resident=N)",
-            )
+        # Cold weights pass through before the first call of a forward: what is alive is the larger of both.
+        forward = 0 if activations is None else activations.nbytes
+        kinds = {"weights": weights, "slots": slots, "tables": tables}
+        if activations is not None:
+            kinds[f"activations in a forward of {activations.rows:,} rows"] = forward
+        kinds["cold weights in passing"] = max(0, cold - forward)
+        need = sum(kinds.values())
+        if need <= free:
+            return
+        parts = ", ".join(f"{gib(size)} of {kind}" for kind, size in kinds.items() if size)
+        smaller = "ask for a smaller or shorter clip, " if forward else ""
+        raise H3CompileError(
+            f"the engine needs {gib(need)} ({parts}) on {self.device}, which has {gib(free)} free",
+            f"free it, take a larger device, {smaller}or keep fewer blocks on it: load(path, resident=N)",
+        )
 
     def require_host_memory(self, table_bytes: int) -> None:
         """What streamed weights and their tables will take of the host, before anything is allocated."""

@@ -15,6 +15,7 @@ from h3compile.engine.loader import open_engine
 from h3compile.engine.manifest import Manifest
 from h3compile.engine.records import parallel_of
 from h3compile.errors import EngineError, H3CompileError, nearest
+from h3compile.runtime.activations import Rows, activations_for
 from h3compile.runtime.assemble import assemble
 from h3compile.runtime.module import CompiledTransformer, parameters, with_index
 from h3compile.runtime.pinned import HostMemory
@@ -43,6 +44,7 @@ def load(
     slots: int | None = None,
     host_bytes: int | None = None,
     pinned: bool = True,
+    rows: Rows | None = None,
     group: ProcessGroup | None = None,
     patience: float = PATIENCE,
 ) -> CompiledTransformer:
@@ -58,6 +60,10 @@ def load(
     plan streams, loading returns after the checks, and weights are read behind the first forward.
     ``host_bytes`` bounds what they take of host memory, by default 80 % of what is available. They are
     page-locked; ``pinned=False`` allows pageable memory, from which a GPU copies at a fraction of the rate.
+
+    ``rows`` tells of the largest clip to come, as a number or by the engine's names such as
+    ``{"rows": 37760, "video_rows": 37296}``: a GPU that is too small for it is refused before anything is
+    copied there. It is no bound.
 
     An engine built for several ranks is loaded on each: by as many processes, where `torch.distributed` is
     initialized. ``group`` are the ranks, where they are not all of these. In ``patience`` seconds one of them
@@ -90,6 +96,7 @@ def load(
     if device is None and parallel is not None and not manifest.arch.startswith("cpu"):
         device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else None
     where = _device_for(manifest, device)
+    activations = None if rows is None else activations_for(manifest, rows)
     residency = residency_for(manifest, resident, slots, 1 if parallel is None else parallel.ranks)
     ranks = join(parallel, where, f"{folder.digest} {name}", group, patience)
     pool = share.pool if isinstance(share, CompiledTransformer) else share or Pool()
@@ -100,7 +107,17 @@ def load(
         )
     # Whatever loads on the current device must load on this one.
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext(), torch.no_grad():
-        parts = assemble(folder, name, where, pool, table_bytes, residency=residency, host=host, ranks=ranks)
+        parts = assemble(
+            folder,
+            name,
+            where,
+            pool,
+            table_bytes,
+            residency=residency,
+            host=host,
+            ranks=ranks,
+            activations=activations,
+        )
     return CompiledTransformer(parts)
 
 

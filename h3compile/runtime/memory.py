@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["aligned", "gib", "nbytes", "same_bits"]
+__all__ = ["aligned", "free_bytes", "gib", "nbytes", "same_bits"]
 
 # Kernels peel unaligned heads off their loops: one alignment everywhere keeps one order of summation.
 _ALIGNMENT = 64
@@ -33,6 +33,15 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def nbytes(*tensors: torch.Tensor) -> int:
     """Bytes of all ``tensors`` together."""
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of ``device`` that this process may still take; None on a CPU, whose memory is the host's."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    # What this process's allocator holds and does not use is free too.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def gib(count: int) -> str:

@@ -231,3 +231,29 @@ def test_a_cold_plan_takes_less_than_five_seconds_and_no_torch(target: str, seco
     # One thread: where nothing else runs, this is what the clock shows; here other tests run beside it.
     took = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert took < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ("--target", "rtx-4090", "--hbm", "12GiB"),
+            "run it with h3compile run h3.h3e --components streamed ...",
+        ),
+        (("--target", "h200", "--hbm", "100GiB"), None),
+        (("--target", "rtx-4090", "--hbm", "8GiB"), "components elsewhere are for servers"),
+        (
+            ("--target", "8xb300", "--slowdown", "2%"),
+            "--gpus 8 ...; components are planned as servers share them",
+        ),
+    ],
+)
+def test_a_plan_says_how_it_is_run_where_that_is_not_as_usual(  # type: ignore[no-untyped-def]
+    h3compile, options: tuple[str, ...], told: str | None
+) -> None:
+    done = h3compile("plan", *options)
+    assert done.exit_code == 0, done.stderr
+    if told is None:
+        assert "run it with" not in done.stdout and "components elsewhere" not in done.stdout
+    else:
+        assert told in " ".join(done.stdout.split())

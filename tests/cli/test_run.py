@@ -76,6 +76,7 @@ def heavy(monkeypatch: pytest.MonkeyPatch) -> Heavy:
         (["--shift", "0"], "flow shift 0.0 is not positive"),
         (["--image", "none.png"], "none.png"),
         (["--expect", "0123"], "not the expected one"),
+        (["--components", "elsewhere"], "`run` has no other place for text encoder and VAEs"),
         (["--reference", "REFERENCE"], "references need the partition transformer_ref, and "),
         (["--model", "none"], "there is no checkpoint folder none: give --model FOLDER"),
         (["--report", "none/r.json"], "there is no folder none: make it first"),
@@ -113,8 +114,11 @@ def test_a_clip_is_written_and_both_numbers_are_told(  # type: ignore[no-untyped
     )
     assert done.exit_code == 0, done.stderr
     (_, loaded), (_, (model, options)), (_, request) = heavy.calls
-    assert loaded == (engine, "cpu", {"partition": "transformer", "expect": None})
-    assert model == tmp_path
+    path, device, asked = loaded
+    assert (path, device) == (engine, "cpu")
+    lengths = {"rows": 50 + 414 + 2 * 37, "video_rows": 2 * 37, "audio_rows": 414, "text_rows": 50}
+    assert asked == {"partition": "transformer", "expect": None, "rows": {**lengths, "timesteps": 2}}
+    assert model == tmp_path and options["placements"] == {}
     assert isinstance(options["transformer"], torch.nn.Identity) and options["transformer_ref"] is None
     assert request == Request("a kite", width=64, height=32, frames=124, steps=4, seed=7, flow_shift=6.0)
     assert "4 grid points = 3 forwards" in done.stdout
@@ -126,7 +130,8 @@ def test_the_digest_is_passed_on(h3compile, heavy: Heavy, engine: Path, tmp_path
     digest = open_engine(engine).digest
     small = ("--size", "32x32", "--model", tmp_path, "-o", tmp_path / "x.mp4")
     assert h3compile("run", engine, "--prompt", "a", "--expect", digest, *small).exit_code == 0
-    assert heavy.calls[0] == ("load", (engine, None, {"partition": "transformer", "expect": digest}))
+    name, (path, device, options) = heavy.calls[0]
+    assert (name, path, device, options["expect"]) == ("load", engine, None, digest)
 
 
 def test_an_interrupt_ends_after_the_step_and_leaves_no_file(  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import h3compile
 from h3compile.engine.manifest import SCHEMA_VERSION
 from h3compile.pipeline.testing import distance
+from h3compile.runtime.activations import activations_for
 
 GOLDEN = sorted(Path(__file__).parent.glob("v*.h3e"))
 
@@ -33,6 +34,10 @@ def test_it_loads_and_answers_as_it_did(engine: Path) -> None:
     assert (plan is not None) == (module.manifest.schema_version >= 3)
     if plan is not None:
         assert (plan.blocks, plan.resident, plan.slots) == (("block.0", "block.1"), ("block.0",), 2)
+    needed = activations_for(module.manifest, {"rows": 100_000, "video_rows": 99_000})
+    assert (needed is not None) == (module.manifest.schema_version >= 4)
+    if needed is not None:  # 24 channels in BF16, and no less
+        assert needed.nbytes > 48 * 100_000
     if tiles is None:
         assert module.measured() == ()
         return

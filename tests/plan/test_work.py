@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,22 @@ from hypothesis import strategies as st
 from torch import fx
 
 from h3compile.errors import H3CompileError
+from h3compile.models import h3
+from h3compile.models.tiny import TRANSFORMER_CONFIG
+from h3compile.models.trace import parameter_shapes, trace
+from h3compile.ops.exchange_groups import RING
+from h3compile.pipeline.manager import Manager
+from h3compile.pipeline.registry import Registry
+from h3compile.pipeline.spelling import resolve
+from h3compile.plan.cost import piece_seconds
 from h3compile.plan.kernels import region_work
+from h3compile.plan.memory import activation_bytes
 from h3compile.plan.polynomial import Polynomial, undominated
 from h3compile.plan.work import PASS_SETS, ProgramWork, released
+from h3compile.plan.work_of import activations_of, work_of
 from h3compile.program.facts import Dim
 from h3compile.program.region import Port, Region
+from h3compile.targets import find_target, resolve_target
 
 aten = torch.ops.aten
 GIB = 2**30
@@ -189,6 +201,59 @@ def test_what_both_sides_of_a_product_read_is_stored() -> None:
     assert [p.operator for p in pieces] == ["inductor.add", "inductor.silu", "aten.linear", "inductor.add"]
 
 
+def test_a_ring_is_an_attention_of_as_many_turns() -> None:
+    """Eight heads of 16 channels, four stretches: a rank's 1,000 queries over the keys of all 4,000 rows."""
+    heads, width, ring = 8, 16, 4
+    graph = fx.Graph()
+    query, key, value, index = (graph.placeholder(name) for name in ("query", "key", "value", "index"))
+    rows = graph.call_function(aten.sym_size.int, (index, 0))
+    operands = (query, key, value, rows, ring, RING)
+    graph.output((graph.call_function(torch.ops.h3compile.ring_attention.default, operands),))
+    port = Port("query", torch.bfloat16, (1, "local_rows", heads, width))
+    given = tuple(replace(port, name=name) for name in ("query", "key", "value"))
+    region = Region("r", graph, (*given, Port("index", torch.int64, ("rows",))), (), (port,))
+    (piece,) = region_work(region, (*DIMS, Dim("local_rows", hint=16))).pieces
+    assert (piece.operator, piece.kind, piece.rate) == (
+        "ring_attention.default",
+        "attention",
+        "attention.bfloat16",
+    )
+    assert str(piece.flop) == f"{4 * heads * width}*local_rows*rows"
+    # A query and a result; keys and values are read and written once a turn.
+    assert str(piece.bytes) == f"{2 * heads * width * (2 + 2 * 2 * ring)}*local_rows"
+    assert str(piece.tile) == f"{ring * 4 * 192 * width}*local_rows"
+    assert piece.launches == ring * 9
+
+    target, sizes = find_target("h200"), {"rows": 4000, "local_rows": 1000}
+    rate = target.rate("attention.bfloat16").reached * 0.89  # cuDNN's
+    computed = (4 * heads * width * 1000 * 4000 + 66 * ring * 4 * 192 * width * 1000) / rate
+    moved = 2 * heads * width * 18 * 1000 / target.rate("bandwidth").reached
+    assert computed > moved
+    assert piece_seconds(piece, target, sizes) == pytest.approx(computed + 36 * target.launch_seconds)
+
+
+@pytest.mark.slow
+def test_ranks_share_what_one_rank_does() -> None:
+    """Of 4,000 rows: products and attention a quarter each, and what is exchanged has its pieces."""
+    sizes = {"rows": 4000, "video_rows": 3000, "audio_rows": 800, "text_rows": 200, "timesteps": 2}
+    sizes |= {f"local_{name}": size // 4 for name, size in sizes.items()} | {"stretch_rows": 2000}
+    shapes = {**h3.RELEASE_CONFIG, **TRANSFORMER_CONFIG, "num_layers": 2}
+    traced = trace(shapes, {name: h3.release_dtype(name) for name in parameter_shapes(shapes)})
+    flop, names = {}, {}
+    for passes in ("", "sp(ulysses=2,ring=2)"):
+        program, _ = Manager(resolve(passes, Registry.default())[0]).run(traced, find_target("cpu"))
+        pieces = work_of(program).regions["block"].pieces
+        names[passes] = [piece.operator for piece in pieces]
+        flop[passes] = {
+            kind: sum(piece.flop.at(sizes) for piece in pieces if piece.kind == kind)
+            for kind in ("gemm", "attention")
+        }
+    one, four = flop.values()
+    assert four == pytest.approx({kind: count / 4 for kind, count in one.items()})
+    exchanges = {"rows_to_heads.default", "ring_attention.default", "heads_to_rows.default"}
+    assert exchanges <= set(names["sp(ulysses=2,ring=2)"]) and not exchanges & set(names[""])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_shipped_tables_are_those_of_the_traced_model() -> None:
@@ -202,3 +267,19 @@ def test_the_shipped_tables_are_those_of_the_traced_model() -> None:
     assert fresh.keys() == shipped.keys()
     for name, program in fresh["programs"].items():
         assert program == shipped["programs"][name], f"{name}: run python tests/plan/make_work.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", ["", "sp(ulysses=2)"])
+def test_what_a_build_records_of_activations_is_what_a_plan_counts(passes: str) -> None:
+    shapes = {**h3.RELEASE_CONFIG, "num_layers": 2}
+    traced = trace(shapes, {name: h3.release_dtype(name) for name in parameter_shapes(shapes)})
+    program, _ = Manager(resolve(passes, Registry.default())[0]).run(traced, resolve_target("h200"))
+    found = activations_of(program)
+    sizes = {**CLIP, **{f"local_{name}": -(-size // 2) for name, size in CLIP.items()}}
+    planned = activation_bytes(released("fuse"), CLIP, "step", "request")
+    largest = max(polynomial.at(sizes) for polynomial in found)
+    if not passes:
+        assert round(largest) == planned
+    else:  # half of the rows, and what the ranks gather
+        assert 0.5 * planned < largest < 0.62 * planned

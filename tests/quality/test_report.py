@@ -28,8 +28,10 @@ from h3compile.pipeline.manager import PassRun
 from h3compile.program.facts import InputFact, ModelFacts
 from h3compile.program.program import Call, Program
 from h3compile.program.region import Port, Region
+from h3compile.program.residency import Residency
 from h3compile.program.stages import Stage
 from h3compile.program.weights import Load
+from h3compile.quality.planned import Planned
 from h3compile.quality.report import write_report
 from h3compile.quality.summary import (
     artifact_size,
@@ -165,7 +167,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.references += [str(found[key]) for key in ("src", "href") if key in found]
-        if tag != "meta":
+        if tag not in ("meta", "img"):
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
@@ -368,3 +370,29 @@ def test_a_variant_says_for_whom_and_when(tmp_path: Path) -> None:
     base, variant = (next(row for row in rows if row and row[0] == name) for name in names[1:])
     assert (base[1:3], base[4]) == (["50", "step"], variant[4])
     assert variant[1:3] == ["50", "step for block when rows < 16 or sigma > 0.97"]
+
+
+def test_a_plan_is_shown_with_its_memory_and_its_picture(tmp_path: Path) -> None:
+    blocks = tuple(f"block.{index}" for index in range(4))
+    picture = "data:image/svg+xml;base64,PHN2Zy8+"
+    kinds = {"GPU, denoise": {"slots": 2**30, "activations": 3 * 2**30}, "host": {"pinned": 2**31}}
+    found = Planned(Residency(blocks, blocks[:1], 2), {"A step": "0.5 s"}, kinds, picture)
+    page = Page(text := report(tmp_path, manifest_of(), planned=found))
+    assert page.open == [] and page.headers_without_scope == 0
+    for told in (
+        "1 of 4 stay on the device",
+        "in 2 slots, mode local",
+        "0.5 s",
+        "4.0 GiB",
+        "3.0 GiB activations",
+    ):
+        assert told in text, told
+    assert f'src="{picture}" alt="Memory' in text
+
+
+def test_a_plan_without_a_prediction_says_why(tmp_path: Path) -> None:
+    residency = Residency(("block.0", "block.1"), ("block.0", "block.1"), 0)
+    text = report(tmp_path, manifest_of(), planned=Planned(residency, missing=("nobody knows",)))
+    assert "2 of 2 stay on the device" in text and "nobody knows." in text
+    assert "The others" not in text and "<img" not in text and "Memory by kind" not in text
+    assert "Where the blocks live" not in report(tmp_path, manifest_of())
