@@ -12,6 +12,7 @@ import torch.distributed as dist
 from h3compile.ops.exchange_groups import group_of, sent
 from h3compile.ops.launch import Run
 from h3compile.ops.operator import Cost, Operand, Outputs, Provider, define
+from h3compile.ops.rows import byte_count
 
 __all__ = ["GATHER_ROWS", "HEADS_TO_ROWS", "ROWS_TO_HEADS", "by_torch", "bytes_of"]
 
@@ -78,7 +79,7 @@ def _gather_rows_fake(x: torch.Tensor, rows: int, ranks: int, group: str) -> tor
 # Memory: what is sent is read where it lies and written in order, what is received is written and, from
 # heads back to rows, put in order.
 def _rows_to_heads_cost(x: torch.Tensor, rows: int, parts: int, ranks: int, group: str) -> Cost:
-    return Cost({}, 4 * x.nbytes, x.nbytes // ranks * (ranks - 1))
+    return Cost({}, 4 * byte_count(x), byte_count(x) // ranks * (ranks - 1))
 
 
 def _heads_to_rows_cost(x: torch.Tensor, local: int, ranks: int, group: str) -> Cost:
@@ -87,7 +88,7 @@ def _heads_to_rows_cost(x: torch.Tensor, local: int, ranks: int, group: str) -> 
 
 
 def _gather_rows_cost(x: torch.Tensor, rows: int, ranks: int, group: str) -> Cost:
-    return Cost({}, (1 + 2 * ranks) * x.nbytes, x.nbytes * (ranks - 1))
+    return Cost({}, (1 + 2 * ranks) * byte_count(x), byte_count(x) * (ranks - 1))
 
 
 def _always(arch: str, *_: Operand) -> None:

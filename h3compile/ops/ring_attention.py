@@ -9,6 +9,7 @@ from h3compile.ops.exchange import by_torch, bytes_of
 from h3compile.ops.exchange_groups import group_of, sent
 from h3compile.ops.numerics import wide
 from h3compile.ops.operator import Cost, define
+from h3compile.ops.rows import byte_count
 
 __all__ = ["RING_ATTENTION"]
 
@@ -89,6 +90,10 @@ def _merged(
     return out * share + more * rest, both
 
 
+# Bytes an element that a merge moves: two products, one of a 16-bit result, and their sum, all in FP32.
+_MERGED = 26
+
+
 def _fake(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(query.shape)
 
@@ -98,8 +103,8 @@ def _cost(
 ) -> Cost:
     length, heads, width = query.shape[1:]
     kind = str(query.dtype).removeprefix("torch.")
-    stretch = key.nbytes + value.nbytes
-    moved = 2 * query.nbytes + 2 * ring * stretch
+    stretch = byte_count(key) + byte_count(value)
+    moved = 2 * byte_count(query) + 2 * ring * stretch + ring * _MERGED * query.numel()
     return Cost({kind: 4 * heads * length * rows * width}, moved, stretch * (ring - 1))
 
 

@@ -13,6 +13,7 @@ from h3compile.ops.numerics import FP8
 
 __all__ = [
     "FLOATS",
+    "byte_count",
     "contiguous",
     "empty_fp8",
     "launch",
@@ -71,6 +72,11 @@ def contiguous(kernel: str, arguments: Mapping[str, torch.Tensor | int | None]) 
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and not value.is_contiguous():
             raise ValueError(f"{kernel} needs {name} contiguous, not with strides {value.stride()}")
+
+
+def byte_count(x: torch.Tensor) -> int:
+    """The bytes of ``x``, whose sizes may be symbolic: torch's own ``nbytes`` refuses those."""
+    return x.numel() * x.element_size()
 
 
 def row_count(x: torch.Tensor) -> int:

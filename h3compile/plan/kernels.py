@@ -157,7 +157,7 @@ class _Kernels:
             given = fx.node.map_arg(node.args, _value)
             named = fx.node.map_arg(dict(node.kwargs), _value)
             operands = operator.operands(given, named)  # type: ignore[arg-type]
-            cost = operator.cost(*map(_sized, operands))
+            cost = operator.cost(*operands)
             name = operator.name.partition(".")[0]
             kind: Kind = "gemm" if name == "linear_fp8" else "attention" if name in _ATTENTION else "rows"
             first = operands[0]
@@ -342,24 +342,6 @@ def _at_typical(size: Polynomial) -> float:
 def _value(node: fx.Node) -> Operand:
     value: Operand = node.meta["val"]
     return value
-
-
-class _Sized:
-    """A tensor of symbolic sizes as costs look at it: torch's own ``nbytes`` refuses those."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensor.numel() * self._tensor.element_size()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._tensor, name)
-
-
-def _sized(operand: Operand) -> object:
-    return _Sized(operand) if isinstance(operand, torch.Tensor) else operand
 
 
 def _turns(name: str, operands: Sequence[Operand]) -> int:

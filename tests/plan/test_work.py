@@ -220,14 +220,14 @@ def test_a_ring_is_an_attention_of_as_many_turns() -> None:
     )
     assert str(piece.flop) == f"{4 * heads * width}*local_rows*rows"
     # A query and a result; keys and values are read and written once a turn.
-    assert str(piece.bytes) == f"{2 * heads * width * (2 + 2 * 2 * ring)}*local_rows"
+    assert str(piece.bytes) == f"{heads * width * (2 * (2 + 2 * 2 * ring) + 26 * ring)}*local_rows"
     assert str(piece.tile) == f"{ring * 4 * 192 * width}*local_rows"
     assert piece.launches == ring * 9
 
     target, sizes = find_target("h200"), {"rows": 4000, "local_rows": 1000}
     rate = target.rate("attention.bfloat16").reached * 0.89  # cuDNN's
     computed = (4 * heads * width * 1000 * 4000 + 66 * ring * 4 * 192 * width * 1000) / rate
-    moved = 2 * heads * width * 18 * 1000 / target.rate("bandwidth").reached
+    moved = heads * width * (2 * 18 + 26 * ring) * 1000 / target.rate("bandwidth").reached
     assert computed > moved
     assert piece_seconds(piece, target, sizes) == pytest.approx(computed + 36 * target.launch_seconds)
 
