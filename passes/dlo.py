@@ -91,15 +91,9 @@ def streamable(program: Program) -> tuple[str, ...]:
 
 
 def automatic(program: Program, target: Target, mode: Mode, hbm: str | None) -> Residency:
-    """The fastest plan for one device that fits its memory, or ``hbm`` of it."""
+    """The fastest plan for a device that fits its memory, or ``hbm`` of it; with `sp` that of one rank."""
     if mode != "local":
         raise BuildError(f"dlo chooses for one device, which has no mode={mode}", "add resident=N")
-    if program.parallel is not None:
-        ranks = program.parallel.ranks
-        raise BuildError(
-            f"dlo chooses for one device, and sp shares the rows among {ranks}",
-            f"add resident=N: `h3compile plan --gpus {ranks}` says how many",
-        )
     # What they cost is of no use to a program that says how many blocks stay.
     from h3compile.plan.choose import fastest_residency
     from h3compile.plan.work_of import work_of

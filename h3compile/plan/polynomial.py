@@ -69,6 +69,15 @@ class Polynomial:
         """The value at ``sizes``; `KeyError` where one of the lengths is not given."""
         return sum(value * math.prod(sizes[name] for name in names) for names, value in self.terms)
 
+    def in_terms_of(self, shares: Mapping[str, tuple[str, float]]) -> Polynomial:
+        """The same where some lengths are the share of another one that ``shares`` says."""
+        found: dict[tuple[str, ...], float] = {}
+        for names, value in self.terms:
+            replaced = [shares.get(name, (name, 1.0)) for name in names]
+            key = tuple(sorted(name for name, _ in replaced))
+            found[key] = found.get(key, 0) + value * math.prod(share for _, share in replaced)
+        return Polynomial.of(found)
+
     def dominates(self, other: Polynomial) -> bool:
         """Whether every coefficient is at least that of ``other``: then the value is, for all lengths."""
         mine = dict(self.terms)

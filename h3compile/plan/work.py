@@ -159,6 +159,24 @@ class ProgramWork:
             ),
         )
 
+    def in_terms_of(self, shares: Mapping[str, tuple[str, float]]) -> ProgramWork:
+        """The same in other lengths: of a rank's in those of the sequence, of which it has ``shares``."""
+
+        def of(piece: Piece) -> Piece:
+            flop, moved, tile = (x.in_terms_of(shares) for x in (piece.flop, piece.bytes, piece.tile))
+            return replace(piece, flop=flop, bytes=moved, tile=tile)
+
+        regions = {
+            name: replace(
+                region,
+                pieces=tuple(map(of, region.pieces)),
+                peak=tuple(peak.in_terms_of(shares) for peak in region.peak),
+            )
+            for name, region in self.regions.items()
+        }
+        calls = tuple(replace(call, held=call.held.in_terms_of(shares)) for call in self.calls)
+        return replace(self, regions=regions, calls=calls)
+
     def to_json(self) -> dict[str, object]:
         """Plain values that `from_json` reads; polynomials as text."""
         return {

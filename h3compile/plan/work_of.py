@@ -19,7 +19,9 @@ __all__ = ["activations_of", "work_of"]
 def work_of(program: Program, passes: str = "", *, fused: bool = True) -> ProgramWork:
     """The work of an outlined ``program``; ``passes`` is how it is named.
 
-    The number of calls is that of the program: `ProgramWork.with_blocks` has others.
+    The number of calls is that of the program: `ProgramWork.with_blocks` has others. Where ranks share a
+    sequence it is the work of one, in the lengths of the sequence; what they exchange counts as bytes moved
+    in memory, not as time on a link.
     """
     config = program.facts.config
     heads, width, hidden = (
@@ -30,7 +32,8 @@ def work_of(program: Program, passes: str = "", *, fused: bool = True) -> Progra
         name: region_work(region, program.dims, tables=_table_ports(program, name), fused=fused)
         for name, region in program.regions.items()
     }
-    return ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)))
+    work = ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)))
+    return work if program.parallel is None else work.in_terms_of(program.parallel.shares)
 
 
 def activations_of(program: Program, *, fused: bool = True) -> tuple[Polynomial, ...]:

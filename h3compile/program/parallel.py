@@ -120,6 +120,15 @@ class Parallel:
             shares.append(_share(whole, self.stretch_rows, self.ring))
         return tuple(shares)
 
+    @property
+    def shares(self) -> dict[str, tuple[str, float]]:
+        """Every length that a rank has instead of another: this one, and its share of it but for padding."""
+        found = {self.local_rows: (self.rows, 1 / self.ranks)}
+        found |= {kind.local_dim: (kind.dim, 1 / self.ranks) for kind in self.kinds}
+        if self._stretches:
+            found[self.stretch_rows] = (self.rows, 1 / self.ring)
+        return found
+
     def values(self, rows: int, indices: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
         """The inputs of ``ports`` for rank ``rank``, where the sequence has ``rows`` rows.
 

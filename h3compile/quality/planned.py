@@ -25,7 +25,7 @@ __all__ = ["Planned", "planned"]
 class Planned:
     """``facts``, name and value, in order; bytes by kind and ``where``; a picture as an address of its bytes.
 
-    ``missing`` says why there is no prediction, or no picture.
+    ``missing`` says why there is no prediction, or no picture, or what it leaves out.
     """
 
     residency: Residency
@@ -40,20 +40,24 @@ def planned(program: Program, target: Target, steps: int) -> Planned | None:
     residency = program.residency
     if residency is None:
         return None
-    if program.parallel is not None:
+    if program.parallel is not None and residency.mode != "local":
         ranks = program.parallel.ranks
-        return Planned(residency, missing=(f"for several ranks `h3compile plan --gpus {ranks}` predicts",))
+        return Planned(residency, missing=(f"of gathered blocks `h3compile plan --gpus {ranks}` predicts",))
     try:
         found = plan_of(work_of(program), target, residency, Clip(steps=steps))
     except H3CompileError as error:
         return Planned(residency, missing=(f"nothing is predicted: {error.cause}",))
+    exchanged: tuple[str, ...] = ()
+    if program.parallel is not None:
+        ranks = program.parallel.ranks
+        exchanged = (f"what {ranks} ranks exchange is left out: `h3compile plan --gpus {ranks}` has it",)
     kinds = {f"GPU, {phase}": amounts for phase, amounts in found.memory.device.items()} | {
         "host": found.host
     }
     try:
-        return Planned(residency, _facts(found), kinds, _picture(found))
+        return Planned(residency, _facts(found), kinds, _picture(found), exchanged)
     except H3CompileError as error:  # without matplotlib
-        return Planned(residency, _facts(found), kinds, missing=(f"{error.cause}: {error.mend}",))
+        return Planned(residency, _facts(found), kinds, missing=(f"{error.cause}: {error.mend}", *exchanged))
 
 
 def _facts(plan: Plan) -> dict[str, str]:

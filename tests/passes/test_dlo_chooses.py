@@ -17,8 +17,10 @@ from h3compile.passes.outline import Outline
 from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.manager import Manager
 from h3compile.plan.choose import fastest_residency
+from h3compile.plan.memory import activation_bytes
 from h3compile.plan.shapes import Clip
 from h3compile.plan.work import released
+from h3compile.plan.work_of import work_of
 from h3compile.program.program import Program
 from h3compile.targets import find_target
 
@@ -59,11 +61,21 @@ def test_a_target_that_does_not_say_how_fast_it_is_is_refused(program: Program) 
 def test_it_chooses_for_one_device(program: Program) -> None:
     with pytest.raises(BuildError, match="dlo chooses for one device, which has no mode=allgather"):
         Dlo(mode="allgather").apply(program, find_target("b300"))
-    shared = SequenceParallel(ulysses=2).apply(program, find_target("b300")).program
-    with pytest.raises(
-        BuildError, match="dlo chooses for one device, and sp shares the rows among 2: add res"
-    ):
-        Dlo().apply(shared, find_target("b300"))
+
+
+def test_with_ranks_it_chooses_for_one_of_them(program: Program) -> None:
+    target = find_target("rtx-4090")
+    shared = SequenceParallel(ulysses=2).apply(program, target).program
+    assert shared.parallel is not None
+    # Of a rank is half of every activation, so a budget holds more.
+    budget = "1GiB"
+    alone, rank = (Dlo(hbm=budget).apply(p, target).program.residency for p in (program, shared))
+    assert alone is not None and rank is not None
+    assert len(rank.resident) >= len(alone.resident)
+    work, whole = work_of(shared), work_of(program)
+    lengths = {"rows": 37_760, "video_rows": 37_296, "audio_rows": 414, "text_rows": 50, "timesteps": 2}
+    half = activation_bytes(work, lengths, "step") / activation_bytes(whole, lengths, "step")
+    assert 0.45 < half < 0.75  # the request's values are whole, and rows are exchanged
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,13 @@ def test_polynomials_survive_text_and_add_up(one: Polynomial, other: Polynomial)
     assert (one + other).dominates(one)
 
 
+def test_a_rank_in_the_lengths_of_the_sequence() -> None:
+    mine = Polynomial.parse("8*local_rows*rows + 3*local_rows + 5*timesteps + 3*rows")
+    found = mine.in_terms_of({"local_rows": ("rows", 0.25)})
+    assert str(found) == "2*rows*rows + 3.75*rows + 5*timesteps"
+    assert found.at({"rows": 8, "timesteps": 1}) == mine.at({"rows": 8, "local_rows": 2, "timesteps": 1})
+
+
 def test_the_undominated_are_the_ones_that_may_be_largest() -> None:
     square, line, short = map(Polynomial.parse, ("rows*rows", "5*rows + 7", "4*rows"))
     assert set(undominated([square, line, short, line])) == {square, line}

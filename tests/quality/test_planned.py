@@ -74,9 +74,16 @@ def test_a_target_without_rates_predicts_nothing_and_says_why(program: Program) 
     assert made is not None and made.facts == {} and made.missing[0].startswith("nothing is predicted: ")
 
 
-def test_several_ranks_are_planned_elsewhere(program: Program) -> None:
-    made = planned(program.evolve(parallel=Parallel(8)), GPU, steps=8)
-    assert made is not None and made.missing == ("for several ranks `h3compile plan --gpus 8` predicts",)
+def test_of_ranks_one_is_planned_and_what_it_lacks_is_said(program: Program) -> None:
+    ranks = program.evolve(parallel=Parallel(8))
+    made = planned(ranks, GPU, steps=8)
+    assert made is not None and made.facts
+    assert made.missing == ("what 8 ranks exchange is left out: `h3compile plan --gpus 8` has it",)
+    assert ranks.residency is not None
+    gathered = ranks.evolve(residency=replace(ranks.residency, mode="allgather"))
+    made = planned(gathered, GPU, steps=8)
+    assert made is not None and not made.facts
+    assert made.missing == ("of gathered blocks `h3compile plan --gpus 8` predicts",)
 
 
 def test_a_program_without_a_plan_has_none(program: Program) -> None:
