@@ -45,9 +45,10 @@ from attention_inputs import (
     stand_in,
 )
 
+from h3compile.engine.machine import kernel_arch
 from h3compile.errors import BuildError, H3CompileError
 from h3compile.ops.cubin import Kernels
-from h3compile.ops.kernels.compile import ARCHES, compile_spec, usage
+from h3compile.ops.kernels.compile import compile_spec, usage
 from h3compile.ops.launch import Binary, Launch, Run, Spec
 from h3compile.ops.operator import Outputs
 from h3compile.ops.sage_scales import WHOLE
@@ -350,8 +351,7 @@ def main() -> None:
     started = time.perf_counter()
     arch = arguments.compile_only
     if arch is None:
-        major, minor = torch.cuda.get_device_capability()
-        arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+        arch = kernel_arch(torch.device("cuda", 0))
     x = stand_in(arguments.heads)
     wanted = [
         case

@@ -1,28 +1,18 @@
-"""Times and checks launch shapes of the kernels that prepare the operands of SAGE attention, on the GPU here.
+"""What benchmarks of the kernels that prepare the operands of SAGE attention share.
 
-    bash benchmarks/on_device.sh python3 benchmarks/prepare.py --out DIR
-
-Variants are compiled in parallel first; each prepares all operands of CHECKED rows (its kernels take any
-number) and is compared with the reference: largest difference in steps of the eight-bit type, share of
-values that differ, largest relative difference of a scale. Every kernel of a variant that no earlier one has
-is then timed, launched back to back.
+A variant prepares all operands of CHECKED rows (its kernels take any number) and is compared with the
+reference: largest difference in steps of the eight-bit type, share of values that differ, largest relative
+difference of a scale. Specs are compiled to files, which other processes may do; launches are timed back to
+back. `row_variants.py` and `rank_share.py` run them.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
-import json
 import math
-import os
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -30,33 +20,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from h3compile.errors import BuildError
-from h3compile.ops.cubin import Kernels
-from h3compile.ops.kernels.compile import ARCHES, compile_spec, usage
+from h3compile.ops.kernels.compile import compile_spec, usage
 from h3compile.ops.launch import Binary, Launch, Run, Spec
-from h3compile.ops.sage_prepare import SAGE_PREPARE, TUNING, Tuning, launched
+from h3compile.ops.sage_prepare import SAGE_PREPARE, Tuning, launched
 from h3compile.ops.sage_quantized import Six
 
 D, TURNED, EPS = 128, 96, 1e-5
-COPY = 4.17e12  # bytes a second of a copy on an H200
 CHECKED, PADDING = 2003, 37  # rows compared with the reference, and how many of them are padding
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A launch shape; ``expected`` is the time in milliseconds that was predicted for its new kernel."""
+    """A launch shape of what is prepared."""
 
-    label: str
     tuning: Tuning
     qk: str = "fp8_e4m3"
     k_block: int = 128
-    expected: str = ""
-
-
-def variants() -> Iterator[Variant]:
-    """As the provider launches them; other settings are in row_variants.py."""
-    for qk in ("fp8_e4m3", "int8"):
-        for k_block, tuning in TUNING.items():
-            yield Variant(f"{qk} {k_block}", tuning, qk, k_block)
 
 
 @dataclass(frozen=True)
@@ -112,20 +91,15 @@ def steps(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Report:
-    """What a variant gave: errors against the reference, and milliseconds of its kernels."""
+    """How far a variant is from the reference."""
 
-    label: str
-    expected: str
-    failed: str = ""
     steps: int = 0
     differing: float = 0.0
     scales: float = 0.0
-    whole: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
-        return not self.failed and self.steps <= 1 and self.differing < 4e-3 and self.scales < 1e-6
+        return self.steps <= 1 and self.differing < 4e-3 and self.scales < 1e-6
 
 
 def compare(got: Six, expected: Six, report: Report) -> None:
@@ -202,95 +176,3 @@ def timed(function: Callable[[], None], seconds: float) -> float:
     events[-1].synchronize()
     samples: list[float] = [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
     return statistics.median(samples[count // 2 :])
-
-
-def _each(run: Run, launches: list[Launch]) -> None:
-    for launch in launches:
-        run(launch)
-
-
-def measure(
-    chosen: list[Variant], ready: dict[Spec, Compiled], rows: int, heads: int, seconds: float
-) -> list[Report]:
-    kernels = Kernels(
-        {spec.key: one.binary for spec, one in ready.items() if one.binary}, torch.device("cuda", 0)
-    )
-    inputs = make_inputs(rows, rows - PADDING, heads, "cuda")
-    few = make_inputs(CHECKED, CHECKED - PADDING, heads, "cuda")
-    expected: dict[tuple[str, int], Six] = {}
-    reports: list[Report] = []
-    timings: dict[tuple[Spec, tuple[int, int, int]], float] = {}
-    part = rows * heads * D
-    moved = {"statistics": 4 * part, "quantize_q": 3 * part, "quantize_k": 3 * part, "quantize_v": 3 * part}
-    for variant in chosen:
-        report = Report(variant.label, variant.expected)
-        reports.append(report)
-        launches: list[Launch] = []
-        inputs.prepare(launches.append, variant)
-        report.failed = next((ready[x.spec].about for x in launches if ready[x.spec].binary is None), "")
-        if report.failed:
-            print(f"{variant.label}: {report.failed}", flush=True)
-            continue
-        key = (variant.qk, variant.k_block)
-        if key not in expected:
-            expected[key] = few.reference(*key)
-        compare(few.prepare(kernels, variant), expected[key], report)
-        verdict = "" if report.right else "WRONG "
-        print(
-            f"{verdict}{variant.label}: {report.steps} step in {report.differing:.1e},"
-            f" scales {report.scales:.1e} | {variant.expected}",
-            flush=True,
-        )
-        known = len(timings)
-        for launch in launches:
-            name, place = name_of(launch), (launch.spec, launch.grid)
-            if place not in timings:
-                ms = timings[place] = timed(functools.partial(kernels, launch), seconds)
-                rate = moved.get(name, 0) / ms / 1e9
-                print(
-                    f"    {name:12} {ms:7.3f} ms {rate:5.2f} TB/s {rate * 1e12 / COPY:5.2f} of a copy"
-                    f"  {ready[launch.spec].about}",
-                    flush=True,
-                )
-            report.kernels[name] = timings[place]
-
-        if len(timings) - known > 1:  # not one kernel changed, but what is prepared
-            report.whole = timed(functools.partial(_each, kernels, launches), seconds)
-            print(f"    {'whole':12} {report.whole:7.3f} ms", flush=True)
-    return reports
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=37_760)
-    parser.add_argument("--heads", type=int, default=56)
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each kernel")
-    parser.add_argument("--compile-only", metavar="ARCH", help="such as sm_90a; needs no GPU")
-    arguments = parser.parse_args()
-    started = time.perf_counter()
-    chosen = list(variants())
-    arch = arguments.compile_only
-    if arch is None:
-        major, minor = torch.cuda.get_device_capability()
-        arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
-    specs = specs_of(chosen, arguments.rows, arguments.heads)
-    folder = Path(tempfile.mkdtemp())
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        done = pool.map(functools.partial(compiled, arch=arch, folder=folder), specs)
-        ready = {one.spec: one for one in done}
-    print(f"{arch}: {len(ready)} kernels compiled in {time.perf_counter() - started:.0f} s", flush=True)
-    if arguments.compile_only is not None:
-        for one in ready.values():
-            print(one.spec.kernel, one.spec.warps, dict(one.spec.constants), one.about)
-        return
-    reports = measure(chosen, ready, arguments.rows, arguments.heads, arguments.seconds)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    about = {"device": torch.cuda.get_device_name(), "rows": arguments.rows, "heads": arguments.heads}
-    target = arguments.out / f"prepare_{arguments.rows}.json"
-    target.write_text(json.dumps({**about, "variants": [asdict(report) for report in reports]}, indent=1))
-    print(f"whole script {time.perf_counter() - started:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -31,8 +31,8 @@ import torch
 from prepare import Compiled, compiled, timed
 from rank_share_calls import HEADS, Ready, Subject, subjects
 
+from h3compile.engine.machine import kernel_arch
 from h3compile.ops.cubin import Kernels
-from h3compile.ops.kernels.compile import ARCHES
 from h3compile.ops.launch import Launch, Spec
 from h3compile.plan.work import released
 from h3compile.targets import Target, detect, find_target
@@ -203,8 +203,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     started, arch = time.perf_counter(), options.compile_only
     if arch is None:
-        major, minor = torch.cuda.get_device_capability()
-        arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+        arch = kernel_arch(torch.device("cuda", 0))
     target = detect() if options.compile_only is None else find_target("h200")
     chosen = [subject for subject in subjects(options.rows) if re.search(options.only, subject.name)]
     lines = {subject.name: predicted(subject, target, options.rows) for subject in chosen}

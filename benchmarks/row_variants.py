@@ -36,9 +36,9 @@ from prepare import (
     timed,
 )
 
+from h3compile.engine.machine import kernel_arch
 from h3compile.ops import OPERATORS
 from h3compile.ops.cubin import Kernels
-from h3compile.ops.kernels.compile import ARCHES
 from h3compile.ops.launch import Launch, Spec
 from h3compile.ops.operator import Operand, Operator
 from h3compile.ops.sage_prepare import TUNING, Pass, Tuning
@@ -98,7 +98,7 @@ class Setting:
     @property
     def variant(self) -> Variant:
         tuning = applied(TUNING[self.k_block], self.k_block, self.kernel, self.change)
-        return Variant(self.label, tuning, k_block=self.k_block)
+        return Variant(tuning, k_block=self.k_block)
 
 
 def _statistics(
@@ -263,7 +263,7 @@ class Bench:
                 continue
             for launch in launches:
                 self.kernels(launch)
-            report = Report(setting.label, "")
+            report = Report()
             if setting.k_block not in expected:
                 expected[setting.k_block] = few.reference(variant.qk, setting.k_block)
             compare(few.prepare(self.kernels, variant), expected[setting.k_block], report)
@@ -336,8 +336,7 @@ def main() -> None:
     started = time.perf_counter()
     arch = arguments.compile_only
     if arch is None:
-        major, minor = torch.cuda.get_device_capability()
-        arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+        arch = kernel_arch(torch.device("cuda", 0))
     specs = specs_of([setting.variant for setting in SETTINGS], arguments.rows, HEADS)
     norm = recorded(norm_operator(), norm_operands("meta", arguments.rows, False))
     specs |= {norm_launch(norm, one).spec for one in NORMS}

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from h3compile.engine.machine import kernel_arch
 from h3compile.ops import OPERATORS, Operator
 from h3compile.ops.cubin import Kernels
 from h3compile.ops.launch import Binary, Launch, Run
@@ -82,10 +83,7 @@ def calls() -> Iterator[Call]:
 
 
 def architecture() -> str:
-    from h3compile.ops.kernels.compile import ARCHES
-
-    major, minor = torch.cuda.get_device_capability()
-    return next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+    return kernel_arch(torch.device("cuda", 0))
 
 
 def normal(rows: int, heads: int, kind: str = "normal", device: str = "cuda") -> Parts:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from h3compile.engine.machine import kernel_arch
 from h3compile.ops.launch import Binary, Launch, Run
 from h3compile.ops.operator import Outputs
 from h3compile.ops.sage_prepare import SAGE_PREPARE, SAGE_QUANTIZE
@@ -32,10 +33,9 @@ KINDS = pytest.mark.parametrize(
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Executes launches, compiling what they ask for."""
     from h3compile.ops.cubin import Kernels
-    from h3compile.ops.kernels.compile import ARCHES, compile_spec
+    from h3compile.ops.kernels.compile import compile_spec
 
-    major, minor = torch.cuda.get_device_capability()
-    arch = next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+    arch = kernel_arch(torch.device("cuda", 0))
     folder: Path = tmp_path_factory.mktemp("cubins")
     binaries: dict[str, Binary] = {}
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from h3compile.engine.machine import kernel_arch
 from h3compile.ops import OPERATORS, Operator
 from h3compile.ops.kernels.interpret import interpreter
 from h3compile.ops.launch import Binary, Launch, Run
@@ -54,10 +55,7 @@ def gpu_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _present() -> str:
     """The architecture of this machine's GPU, by the name that has all its instructions."""
-    from h3compile.ops.kernels.compile import ARCHES
-
-    major, minor = torch.cuda.get_device_capability()
-    return next(name for name, number in ARCHES.items() if number == 10 * major + minor)
+    return kernel_arch(torch.device("cuda", 0))
 
 
 def _on_gpu(operand: Operand) -> Operand:
