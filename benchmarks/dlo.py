@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -49,6 +50,7 @@ import h3compile
 from h3compile.engine.loader import open_engine
 from h3compile.engine.manifest import CallRecord, PlanRecord
 from h3compile.engine.writer import EngineWriter
+from h3compile.errors import H3CompileError
 from h3compile.plan.residency import prefix, spaced
 from h3compile.plan.schedule import Compute, Copy, Gather, Schedule
 from h3compile.plan.simulate import simulate, steady_step_seconds
@@ -284,7 +286,7 @@ def streamed_against_resident(
 def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, object], None], kind: str) -> None:
     """What the device held at most, beside the figure of `h3compile plan`; no other engine is alive.
 
-    Twice: what was allocated, beside the plan without the CUDA context, and what the driver says is used.
+    Then steps are timed in a process that may have what was planned and 5 %, and nothing beyond.
     """
     from h3compile.plan.memory import memory_plan
     from h3compile.plan.work import released
@@ -302,16 +304,30 @@ def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, objec
             "timesteps": len(inputs["timestep"]),
         }
         kinds = memory_plan(work, rows, residency, timesteps=len(tables.timesteps)).device["denoise"]
-        planned = sum(kinds.values())
-        module.release()  # of the last canvas
-        peak = setup.peak(lambda i=inputs: module(**i))
+        planned = sum(kinds.values()) - kinds["context"]
+        note(f"{kind}_{canvas}_device_planned", dict(kinds))
         if not setup.gpu or setup.tiny:  # the plan is one of the released width
+            module(**inputs)
             continue
+        module.release()  # of the last canvas
+        allocated = setup.peak(lambda i=inputs: module(**i))
         free, total = torch.cuda.mem_get_info()
-        found = {"planned": dict(kinds), "allocated": peak, "used": total - free}
+        reserved, placed = torch.cuda.max_memory_reserved(), module.stats.bytes_activations
+        found = {"placed": placed, "allocated": allocated, "reserved": reserved, "used": total - free}
         note(f"{kind}_{canvas}_device", found)
-        note(f"{kind}_{canvas}_allocated_over_plan", peak / (planned - kinds["context"]))
-        note(f"{kind}_{canvas}_used_over_plan", (total - free) / planned)
+        note(f"{kind}_{canvas}_allocated_over_plan", allocated / planned)
+        note(f"{kind}_{canvas}_reserved_over_plan", reserved / planned)
+        note(f"{kind}_{canvas}_used_over_plan", (total - free) / (planned + kinds["context"]))
+        module.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.05 * planned / total)
+        try:
+            steps = setup.milliseconds({"step": lambda i=inputs: module(**i)})["step"]
+            note(f"{kind}_{canvas}_in_plan_and_5%_ms", steps)
+        except H3CompileError as error:
+            note(f"{kind}_{canvas}_in_plan_and_5%", str(error))
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def spaced_against_prefix(
@@ -338,15 +354,15 @@ def spaced_against_prefix(
 def timeline(
     setup: Setup, module: CompiledTransformer, rate: float, note: Callable[[str, object], None], kind: str
 ) -> None:
-    """Copies and kernels of a step as the profiler saw them, beside the simulation of its schedule."""
+    """Copies and blocks of a step as the profiler saw them, beside the simulation of its schedule."""
     residency = module.residency
     assert residency is not None
     inputs = setup.inputs("11000")
     module(**inputs)
-    copies, kernels = profiled(setup, lambda: module(**inputs))
+    copies, blocks = profiled(setup, lambda: module(**inputs))
     ranges = module.manifest.partitions["transformer"].ranges
     step = [f"{call.region}.{call.index}" for call in module.manifest.calls if call.stage == "step"]
-    busy = sum(end - start for start, end in kernels) or 1e-3 * setup.layers
+    busy = sum(end - start for start, end in blocks) or 1e-3 * setup.layers
 
     def seconds(operation: Compute | Copy | Gather) -> float:
         if isinstance(operation, Compute):
@@ -361,7 +377,7 @@ def timeline(
         stream: [(max(s.start - begin, 0.0), s.end - begin) for s in both.on(stream) if s.end > begin]
         for stream in ("compute", "copy")
     }
-    measured = {"compute": kernels, "copy": copies}
+    measured = {"compute": blocks, "copy": copies}
     note(f"{kind}_11000_simulated_ms", steady_step_seconds(step, residency, seconds) * 1e3)
     if copies:
         nbytes = statistics.mean(ranges[name].nbytes for name in residency.streamed)
@@ -379,27 +395,32 @@ def timeline(
 
 
 def profiled(setup: Setup, run: Callable[[], object]) -> tuple[Lane, Lane]:
-    """When copies and kernels ran, in seconds from the first kernel; kernels that touch are one."""
+    """When copies and blocks ran in the second of two steps without a pause, in seconds from its begin.
+
+    A block is shown from its longest kernel to that of the next one, the first from the step's begin.
+    """
     if not setup.gpu:
         return [], []
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
+        torch.cuda._sleep(1)  # a kernel of a name that no other has
+        run()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    spans = [(e.time_range.start * 1e-6, e.time_range.end * 1e-6, "HtoD" in e.name) for e in events]
-    begin = min(start for start, _, copied in spans if not copied)
-    copies = sorted(
-        (start - begin, end - begin) for start, end, copied in spans if copied and end - start > 1e-4
-    )
-    merged: Lane = []
-    for start, end in sorted((start - begin, end - begin) for start, end, copied in spans if not copied):
-        if merged and start - merged[-1][1] < 2e-4:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return copies, merged
+    spans = sorted((e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.name) for e in events)
+    (begin,) = (end for _, end, name in spans if "spin" in name or "sleep" in name)
+    later = [(start - begin, end - begin, name) for start, end, name in spans if end > begin]
+    copies = [(max(start, 0.0), end) for start, end, name in later if "HtoD" in name and end - start > 1e-4]
+    kernels = [(start, end, name) for start, end, name in later if "Mem" not in name]
+    total: dict[str, float] = {}
+    for start, end, name in kernels:
+        total[name] = total.get(name, 0.0) + end - start
+    once = [name for name in total if sum(name == other for *_, other in kernels) == setup.layers]
+    longest = max(once, key=total.__getitem__)
+    _, *marks = [start for start, _, name in kernels if name == longest]
+    return copies, list(itertools.pairwise([0.0, *marks, max(end for _, end, _ in kernels)]))
 
 
 # --- a peer ---

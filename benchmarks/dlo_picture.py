@@ -31,6 +31,6 @@ def draw(path: Path, lanes: Mapping[str, Mapping[str, Lane]]) -> None:
         axis.set_title(label, loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlim(0, shown)
-    axes[-1].set_xlabel("ms from the first kernel of a step: 11,000 rows, no block resident, 2 slots")
+    axes[-1].set_xlabel("ms from the begin of a step: 11,000 rows, no block resident, 2 slots")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

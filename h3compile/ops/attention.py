@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from h3compile.ops.launch import Run, ceil_div
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import wide
 from h3compile.ops.online_softmax import Q_TILE, tiled_attention
 from h3compile.ops.operator import Cost, Provider, define
@@ -158,7 +159,7 @@ def _launched(
     **options: Constant,
 ) -> torch.Tensor:
     _, rows, heads, _ = query.shape
-    out = query.new_empty(query.shape)
+    out = empty(query, query.shape)
     launch_tiles(
         run,
         "dense_hopper:dense_kernel" if tiles.gluon else "attention:dense_kernel",
@@ -297,9 +298,9 @@ ATTENTION = define(
     cost=_cost,
     providers=(
         Provider("gluon", _illegal_gluon, _launch_gluon),
-        Provider("cudnn", _illegal_cudnn, _launch_cudnn),
+        Provider("cudnn", _illegal_cudnn, _launch_cudnn, library=True),
         Provider("triton", _illegal, _launch),
-        Provider("sdpa", _legal, _launch_sdpa),
+        Provider("sdpa", _legal, _launch_sdpa, library=True),
     ),
 )
 

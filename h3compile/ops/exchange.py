@@ -103,7 +103,7 @@ def by_torch(name: str) -> tuple[Provider, ...]:
         outputs: Outputs = getattr(torch.ops.h3compile, name).default(*operands)
         return outputs
 
-    return (Provider("torch", _always, launch),)
+    return (Provider("torch", _always, launch, library=True),)
 
 
 # x [1, L, parts*H*D]: each of the parts holds all heads; returns [1, rows, parts*(H/ranks)*D], of every part

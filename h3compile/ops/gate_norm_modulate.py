@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from h3compile.ops.launch import Run
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8, modulation, normalized, quantized_rows, wide
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.rows import empty_fp8, launch_rows, row_count, unsupported
@@ -97,7 +98,7 @@ def _launched(
     scales: torch.Tensor | None = None,
     static_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    residual = torch.empty_like(x)
+    residual = empty(x, x.shape)
     launch_rows(
         run,
         "gate_norm_modulate:gate_norm_modulate_kernel",
@@ -137,7 +138,7 @@ def _launch(
     scale: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_like(x)
+    out = empty(x, x.shape)
     return _launched(run, x, branch, weight, table, index, gate, shift, scale, eps, out), out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from h3compile.ops.launch import Run
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import modulation, wide
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.rows import launch_rows, row_count, unsupported
@@ -35,7 +36,7 @@ def _launch(
     index: torch.Tensor,
     gate: int,
 ) -> torch.Tensor:
-    out = torch.empty_like(x)
+    out = empty(x, x.shape)
     launch_rows(
         run,
         "gate_residual:gate_residual_kernel",

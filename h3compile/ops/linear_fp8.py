@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from h3compile.ops.launch import Run, ceil_div
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.rows import FLOATS, contiguous, launch, row_count, unsupported
@@ -122,7 +123,7 @@ def _launch(
     count = ceil_div(rows, tiles.rows) * ceil_div(n, tiles.columns)
     # Not min, which would compare, and so fix, a symbolic number of rows.
     programs: int = torch.sym_min(count, _processors(x.device)) if tiles.persistent else count  # type: ignore[assignment]
-    out = x.new_empty((*x.shape[:-1], n), dtype=dtype)
+    out = empty(x, (*x.shape[:-1], n), dtype)
     arguments = {
         "x": x,
         "x_scale": x_scale,
@@ -205,7 +206,7 @@ LINEAR_FP8 = define(
     # Which GEMM is the fastest depends on its shape.
     variant=_shape,
     providers=(
-        Provider("scaled_mm", _illegal_scaled_mm, _launch_scaled_mm),
+        Provider("scaled_mm", _illegal_scaled_mm, _launch_scaled_mm, library=True),
         Provider("triton", _illegal, _launch),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from h3compile.ops.launch import Run
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8, modulation, normalized, quantized_rows
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.rows import empty_fp8, launch_rows, row_count, unsupported
@@ -123,7 +124,7 @@ def _launch(
     scale: int,
     eps: float,
 ) -> torch.Tensor:
-    out = torch.empty_like(x)
+    out = empty(x, x.shape)
     _launched(run, arch, x, weight, table, index, shift, scale, eps, out)
     return out
 

@@ -47,6 +47,8 @@ class Provider:
     launch: Callable[..., Outputs]
     package: Package | None = None
     reserved: Callable[..., str | None] = _never
+    # Whether a library computes it, and allocates what it returns.
+    library: bool = False
 
     def refused(self, arch: str, operands: Sequence[Operand], *, named: bool) -> str | None:
         """Why it does not serve a call here, where the user ``named`` it or did not; or None."""

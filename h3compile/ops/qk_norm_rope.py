@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from h3compile.ops.launch import Run, ceil_div
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import normalized, wide
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.rows import contiguous, launch, power_of_two, unsupported
@@ -95,7 +96,7 @@ def _launch(
     rows, width = qkv.shape[1], qkv.shape[2] // (3 * heads)
     if qkv.stride(2) != 1:
         raise ValueError(f"qk_norm_rope needs rows of qkv contiguous, not with stride {qkv.stride(2)}")
-    query, key = (qkv.new_empty((1, rows, heads, width)) for _ in range(2))
+    query, key = (empty(qkv, (1, rows, heads, width)) for _ in range(2))
     operands = {"q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
     contiguous("qk_norm_rope", operands)
     columns = power_of_two(width)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from h3compile.ops.launch import Launch, Run, Spec
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8
 
 __all__ = [
@@ -109,8 +110,8 @@ def launch_rows(
 
 def empty_fp8(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for E4M3 values [..., rows, width] and float32 scales [..., rows, 1] of the rows of ``x``."""
-    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return x.new_empty((*x.shape[:-1], width), dtype=FP8), scales
+    scales = empty(x, (*x.shape[:-1], 1), torch.float32)
+    return empty(x, (*x.shape[:-1], width), FP8), scales
 
 
 def power_of_two(number: int) -> int:

@@ -15,6 +15,7 @@ from h3compile.ops.attention import (
     unsupported_heads,
 )
 from h3compile.ops.launch import Run
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8, wide
 from h3compile.ops.online_softmax import K_TILE, Q_TILE, Attended, tiled_attention
 from h3compile.ops.operator import Cost, Operand, Provider, define
@@ -190,7 +191,8 @@ def _launched(
     q_scale, k_scale = spread(arguments["q_scale"], arguments["k_scale"], heads, rows, k_block)
     arguments = {**arguments, "q_scale": q_scale, "k_scale": k_scale}
     contiguous("sage_attention", arguments)
-    out = _out(arguments["q"], dtype)
+    heads, rows, width = arguments["q"].shape
+    out = empty(arguments["q"], (1, rows, heads, width), dtype)
     launch_tiles(
         run,
         "attention_hopper:sage_hopper_kernel" if hopper else "attention:sage_kernel",

@@ -5,12 +5,14 @@ With `WHOLE` for the key block all queries share one scale and all keys another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from h3compile.ops.launch import Run, ceil_div
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8, wide
 from h3compile.ops.online_softmax import K_TILE
 from h3compile.ops.operator import Cost, Provider, define
@@ -69,18 +71,25 @@ def _reference_separate(
     return quantized(parts[0], parts[1], parts[2], qk, k_block, smooth, valid)
 
 
-def _empty(like: torch.Tensor, rows: int, heads: int, width: int, qk: str, k_block: int) -> Six:
+_New = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def _fake_of(like: torch.Tensor) -> _New:
+    return lambda shape, dtype: like.new_empty(shape, dtype=dtype)
+
+
+def _six(new: _New, rows: int, heads: int, width: int, qk: str, k_block: int) -> Six:
     dtype = QK_TYPES[qk][0]
     floats, fp8 = torch.float32, FP8
     padded = ceil_div(rows, K_TILE) * K_TILE
     whole = k_block == WHOLE
     return (
-        like.new_empty((heads, rows, width), dtype=dtype),
-        like.new_empty((1, 1) if whole else (heads, rows), dtype=floats),
-        like.new_empty((heads, rows, width), dtype=dtype),
-        like.new_empty((1, 1) if whole else (heads, ceil_div(rows, k_block)), dtype=floats),
-        like.new_empty((heads, width, padded), dtype=fp8),
-        like.new_empty((heads, width), dtype=floats),
+        new((heads, rows, width), dtype),
+        new((1, 1) if whole else (heads, rows), floats),
+        new((heads, rows, width), dtype),
+        new((1, 1) if whole else (heads, ceil_div(rows, k_block)), floats),
+        new((heads, width, padded), fp8),
+        new((heads, width), floats),
     )
 
 
@@ -97,7 +106,7 @@ def _fake(
     smooth: bool,
     valid: int | None = None,
 ) -> Six:
-    return _empty(qkv, qkv.shape[1], heads, qkv.shape[2] // (3 * heads), qk, k_block)
+    return _six(_fake_of(qkv), qkv.shape[1], heads, qkv.shape[2] // (3 * heads), qk, k_block)
 
 
 def _fake_separate(
@@ -109,7 +118,7 @@ def _fake_separate(
     smooth: bool,
     valid: int | None = None,
 ) -> Six:
-    return _empty(query, query.shape[1], query.shape[2], query.shape[3], qk, k_block)
+    return _six(_fake_of(query), query.shape[1], query.shape[2], query.shape[3], qk, k_block)
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,7 @@ def launched(
     rows, heads, width = query.shape
     ends = {"rows": rows, "valid": rows if valid is None else valid}
     block = kernel_block(k_block)
-    q8, q_scale, k8, k_scale, v8, v_scale = _empty(query, rows, heads, width, qk, block)
+    q8, q_scale, k8, k_scale, v8, v_scale = _six(partial(empty, query), rows, heads, width, qk, block)
     tables = {"cos": shared["cos"], "sin": shared["sin"]}
     turned = 0 if shared["cos"] is None else shared["cos"].shape[-1]
     rotation: dict[str, Constant] = {"TURNED": turned, "EPS": eps}
@@ -313,10 +322,10 @@ def _statistics(
     groups = ceil_div(heads, tuning.members * tuning.warps)
 
     def room(*shape: int) -> torch.Tensor:
-        return key.new_empty((*shape, heads, width), dtype=torch.float32)
+        return empty(key, (*shape, heads, width), torch.float32)
 
     v_amax = room(runs)
-    k_sum, shift = (room(runs), torch.empty_like(v_scale)) if smooth else (None, None)
+    k_sum, shift = (room(runs), empty(v_scale, v_scale.shape)) if smooth else (None, None)
     k_extrema = room(2, runs * blocks) if tuning.extrema else None
     launch(
         run,

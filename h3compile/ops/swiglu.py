@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from h3compile.ops.launch import Run
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import FP8, quantized_rows, wide
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.rows import empty_fp8, launch_rows, row_count, unsupported
@@ -60,7 +61,7 @@ def _launched(
 
 
 def _launch(run: Run, arch: str, x: torch.Tensor, gate_first: bool) -> torch.Tensor:
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    out = empty(x, (*x.shape[:-1], x.shape[-1] // 2))
     _launched(run, x, gate_first, out)
     return out
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch import Tensor
@@ -27,13 +28,17 @@ from h3compile.engine.artifact import (
 )
 from h3compile.engine.machine import cpu_features, device_arch, python_abi, torch_release
 from h3compile.errors import EngineError
+from h3compile.ops.memory import empty_strided
 from h3compile.runtime.kernels import Kernel, load_cubin, load_library
 
-__all__ = ["RegionFunction", "load_artifact"]
+__all__ = ["LoadedRegion", "load_artifact"]
 
 _MEND = "run `h3compile finalize --again` on this machine"
 
-RegionFunction = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+# What a launch sequence defines for itself and a rehearsal has no use for.
+_ASSERTIONS = frozenset(("assert_alignment", "assert_size_stride", "assert_size_stride_grouped"))
+
+_Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def _check_machine(info: ArtifactInfo, device: torch.device, path: Path) -> None:
@@ -136,13 +141,49 @@ class _Checks:
                 )
 
 
-def load_artifact(path: Path, device: torch.device | str) -> RegionFunction:
-    """The compiled region in folder ``path``, ready to run on ``device``; compiles nothing.
+class LoadedRegion:
+    """A compiled region, called with its inputs and then its weights, in the order of `ArtifactInfo.inputs`.
 
-    The function takes the region's inputs, then its weights, in the order of `ArtifactInfo.inputs`, and
-    returns its outputs. Inputs are neither changed nor copied: one whose strides, dtype, alignment or
-    lengths are not those recorded raises `EngineError`. It keeps no state and may be called from
-    several threads. On CUDA it launches on the current stream of ``device``.
+    Inputs are neither changed nor copied: one whose strides, dtype, alignment or lengths are not those
+    recorded raises `EngineError`. It keeps no state and may be called from several threads. On CUDA it
+    launches on the current stream of its device.
+    """
+
+    def __init__(self, name: str, info: ArtifactInfo, call: _Call, rehearsed: _Call) -> None:
+        self._name = name
+        self._checks = _Checks(info, name)
+        self._call = call
+        self._rehearsed = rehearsed
+
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs."""
+        return self.consume(list(inputs))
+
+    def consume(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs; the list is emptied, and what nobody else refers to is freed after its last use."""
+        self._checks(inputs)
+        try:
+            return tuple(self._call(inputs))
+        except AssertionError as error:
+            raise EngineError(f"an input does not fit region {self._name} ({error})") from error
+
+    def rehearse(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """As `consume`, on the meta device: every allocation is made, and no kernel runs."""
+        return tuple(self._rehearsed(inputs))
+
+
+class _Silent:
+    """In place of a kernel, and of what looks at the tensors it made."""
+
+    def __call__(self, *arguments: object) -> None:
+        pass
+
+    def run(self, *arguments: object, stream: int) -> None:
+        pass
+
+
+def load_artifact(path: Path, device: torch.device | str) -> LoadedRegion:
+    """The compiled region in folder ``path``, ready to run on ``device``; compiles nothing.
 
     Raises `EngineError` when the artifact is unreadable, or was compiled for another torch, Python
     (CPU only), device architecture or set of CPU instructions.
@@ -152,36 +193,41 @@ def load_artifact(path: Path, device: torch.device | str) -> RegionFunction:
     _check_machine(info, device, path)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    namespace: dict[str, object] = {
-        "__name__": f"h3compile.region.{path.name}",
-        "device_index": device.index,
-        "assert_tensor_metadata": _assert_tensor_metadata,
-    }
     try:
         source = (path / SOURCE_FILE).read_text()
         kernels = {name: _load_kernel(path, kernel, device) for name, kernel in info.kernels.items()}
     except OSError as error:
         raise EngineError(f"region {path.name} is incomplete ({error})", "build the engine again") from error
-    namespace.update(kernels)
+    names: dict[str, object] = {"__name__": f"h3compile.region.{path.name}", "device_index": device.index}
+    real = {**names, **kernels, "assert_tensor_metadata": _assert_tensor_metadata}
+    silent = {**names, **dict.fromkeys([*kernels, "assert_tensor_metadata"], _Silent())}
     if info.operators:
         # Here and not above: a region without our operators needs none of their code.
-        from h3compile.runtime.operators import bound_operators
+        from h3compile.runtime.operators import bound_operators, rehearsed_operators
 
         bound = bound_operators(info, path, device)
-        namespace.update((operator_global(name), function) for name, function in bound.items())
+        real |= {operator_global(name): function for name, function in bound.items()}
+        rehearsed = rehearsed_operators(info, path, device)
+        silent |= {operator_global(name): function for name, function in rehearsed.items()}
     elif OWN_OPERATORS in source:
         import h3compile.ops  # noqa: F401  its references are what the launch sequence calls
-    exec(compile(source, str(path / SOURCE_FILE), "exec"), namespace)
+    code = compile(source, str(path / SOURCE_FILE), "exec")
+    return LoadedRegion(
+        path.name,
+        info,
+        _executed(code, real),
+        _executed(code, silent, *_ASSERTIONS.intersection(code.co_names)),
+    )
+
+
+def _executed(code: CodeType, namespace: dict[str, object], *silenced: str) -> _Call:
+    """The launch sequence, its allocations from the step that it is part of."""
+    exec(code, namespace)
+    namespace |= dict.fromkeys(silenced, _Silent())
+    for name, function in namespace.items():
+        if name.startswith("empty_strided_"):
+            assert callable(function)
+            namespace[name] = empty_strided(function)
     call = namespace["call"]
     assert callable(call)
-    checks = _Checks(info, path.name)
-
-    def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        checks(inputs)
-        try:
-            # The launch sequence empties the list it is given, to free what it no longer needs.
-            return tuple(call(list(inputs)))
-        except AssertionError as error:
-            raise EngineError(f"an input does not fit region {path.name} ({error})") from error
-
-    return run
+    return call

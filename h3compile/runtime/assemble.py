@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from h3compile.engine.loader import EngineFolder
-from h3compile.engine.manifest import CallRecord
+from h3compile.engine.manifest import CallRecord, SlotRecord
 from h3compile.errors import EngineError, H3CompileError
 from h3compile.plan.schedule import Schedule
 from h3compile.program.residency import Residency
 from h3compile.program.serialize import parse_dtype
 from h3compile.runtime.activations import Activations
+from h3compile.runtime.arena import StepMemory
 from h3compile.runtime.executors import Executor, executor_for
 from h3compile.runtime.fold import ScheduleCall
 from h3compile.runtime.groups import TableGroup, group_tables
@@ -180,7 +181,7 @@ class _Site:
         request = [self._bind(call, weights) for call in program.request]
         step = [self._bind(call, weights) for call in program.step]
         streamer = self._streamer(weights)
-        return Parts(
+        parts = Parts(
             manifest=manifest,
             partition=self.partition,
             device=self.device,
@@ -202,12 +203,42 @@ class _Site:
                 measures=program.measures,
                 feed=bound if streamer is None else streamer.step,
             ),
+            memory=self._memory(step, stats),
             stats=stats,
             residency=places.residency if places.residency.blocks else None,
             streamer=streamer,
             host=self.host,
             ranks=self.ranks,
         )
+        if streamer is not None:
+            # Last: while it locks host memory the driver serves nobody else, the copies of tables neither.
+            streamer.reader.start()
+        return parts
+
+    def _memory(self, step: Sequence[BoundCall], stats: Stats) -> StepMemory | None:
+        """What places the values of a step; None where a region runs operator by operator."""
+        ranges = self.folder.manifest.partitions[self.partition].ranges
+        weights: dict[str, tuple[torch.Tensor, ...]] = {}
+        calls = []
+        for call, record in zip(step, self.program.step, strict=True):
+            rehearsal = call.executor.rehearsal
+            if rehearsal is None:
+                return None
+            if call.region not in weights:
+                slots = ranges[record.range].slots if record.range in ranges else ()
+                weights[call.region] = tuple(map(_without_memory, slots))
+            calls.append(replace(call, executor=rehearsal, weights=weights[call.region]))
+        variants = {name: executor.rehearsal for name, executor in self._stand_ins().items()}
+        if None in variants.values():
+            return None
+        runner = Runner(
+            calls,
+            self.folder.manifest.outputs,
+            torch.device("cpu"),
+            variants={name: executor for name, executor in variants.items() if executor is not None},
+            measures=self.program.measures,
+        )
+        return StepMemory(runner, self.program.tables, self.device, stats)
 
     def _streamer(self, weights: Weights) -> Streamer | None:
         """What brings weights to the calls of the residency; None where all are there already."""
@@ -226,7 +257,7 @@ class _Site:
             # The first blocks of a forward are gathered while the one before it ends.
             self.ranks.watch.stay_for(lanes.gathering)
         records = self.folder.manifest.partitions[self.partition].ranges
-        streamer = Streamer(
+        return Streamer(
             schedule,
             carried=tuple(places.carried),
             streamed=tuple(places.streamed),
@@ -240,8 +271,6 @@ class _Site:
             views=lambda data, call: views(data, records[ranges[call]]),
             gathering=self._gathering(ranges | places.residents),
         )
-        streamer.reader.start()
-        return streamer
 
     def _gathering(self, ranges: Mapping[str, str]) -> Gathering | None:
         """Where the shards of all ranks come together; None where each has the whole."""
@@ -324,3 +353,7 @@ class _Site:
         region = self.program.regions[call.region]
         executor = executor_for(self.folder, region, self.device, self.pool, interpret=True)
         return ScheduleCall(call_name(call), call.inputs, call.outputs, executor)
+
+
+def _without_memory(slot: SlotRecord) -> torch.Tensor:
+    return torch.empty_strided(slot.shape, slot.strides, dtype=parse_dtype(slot.dtype), device="meta")

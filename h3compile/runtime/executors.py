@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,18 +20,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Executor", "eager", "executor_for"]
 
-Run = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+Run = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 class Executor:
-    """A region ready to run: its inputs, then its weights, in the order of its ports; a tuple comes out."""
+    """A region ready to run: its inputs, then its weights, in the order of its ports; a tuple comes out.
 
-    def __init__(self, name: str, run: Run) -> None:
+    It may empty the list of arguments, so that what nobody else needs is freed after its last use.
+    ``rehearse`` does the same with tensors on the meta device, and runs no kernel; None: it cannot.
+    """
+
+    def __init__(self, name: str, run: Run, rehearse: Run | None = None) -> None:
         self.name = name
         self._run = run
+        self._rehearse = rehearse
 
-    def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return self._run(arguments)
+
+    @property
+    def rehearsal(self) -> Executor | None:
+        """What rehearses this one."""
+        return None if self._rehearse is None else Executor(self.name, self._rehearse)
 
 
 def eager(region: Region, device: torch.device) -> Executor:
@@ -39,7 +49,7 @@ def eager(region: Region, device: torch.device) -> Executor:
     graph = retarget(region.graph, str(device))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
 
-    def run(arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         outputs: tuple[torch.Tensor, ...] = module(*arguments)
         return outputs
 
@@ -71,7 +81,8 @@ def executor_for(
         # Here and not above: an engine without artifacts needs nothing of Inductor.
         from h3compile.runtime.artifact import load_artifact
 
-        return Executor(region.name, load_artifact(path, device))
+        loaded = load_artifact(path, device)
+        return Executor(region.name, loaded.consume, loaded.rehearse)
 
     return pool.share(key, Executor, load)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,9 @@ class Forward:
         # Once a step and from what the host knows already: nothing waits for the device.
         sigma = largest_sigma(ready.timesteps)
         stand_ins = choose(parts.variants, ready.lengths, sigma)
-        with parts.measures.step(sigma, stand_ins) as record:
+        memory = parts.memory
+        placed = nullcontext() if memory is None else memory.step(values, ready.lengths, stand_ins)
+        with parts.measures.step(sigma, stand_ins) as record, placed:
             sample, audio_sample = parts.runner.run(values, rows, obey, stand_ins=stand_ins, record=record)
         parts.stats.forwards += 1
         return sample, audio_sample

@@ -10,6 +10,7 @@ import torch
 from h3compile.engine.manifest import Manifest, PortRecord
 from h3compile.program.conditions import Variant
 from h3compile.program.residency import Residency
+from h3compile.runtime.arena import StepMemory
 from h3compile.runtime.inputs import Inputs
 from h3compile.runtime.measures import Measures
 from h3compile.runtime.pinned import HostMemory
@@ -41,6 +42,7 @@ class Parts:
     variants: Mapping[str, tuple[Variant, ...]]
     measures: Measures
     runner: Runner
+    memory: StepMemory | None  # None where a region runs operator by operator
     stats: Stats
     residency: Residency | None
     host: HostMemory

@@ -49,12 +49,15 @@ class BoundCall:
 
     def run(
         self,
-        inputs: Sequence[torch.Tensor],
+        inputs: list[torch.Tensor],
         weights: Sequence[torch.Tensor],
         stand_in: Executor | None = None,
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """The outputs by name, computed by ``stand_in`` where one is given."""
-        return zip(self.outputs, (stand_in or self.executor)([*inputs, *weights]), strict=True)
+        """The outputs by name, computed by ``stand_in`` where one is given; ``inputs`` is emptied."""
+        inputs += weights
+        made = (stand_in or self.executor)(inputs)
+        inputs.clear()
+        return zip(self.outputs, made, strict=True)
 
 
 # Calls one by one, each with its weights, which are there until the next one is asked for. Closed early it

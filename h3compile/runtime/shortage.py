@@ -14,8 +14,9 @@ __all__ = ["out_of_memory"]
 def out_of_memory(stats: Stats, rows: int, device: torch.device, streams: bool) -> H3CompileError:
     """The error of a forward of ``rows`` rows that found no memory; to be made while its tensors live."""
     planned = {"weights": stats.bytes_weights, "slots": stats.bytes_slots, "tables": stats.bytes_tables}
+    planned["activations"] = stats.bytes_activations
     parts = ", ".join(f"{gib(size)} of {kind}" for kind, size in planned.items() if size)
-    cause = f"{device} ran out of memory in a forward of {rows:,} rows: the engine holds {parts}"
+    cause = f"{device} ran out of memory in a forward of {rows:,} rows: the engine needs {parts}"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)

@@ -23,6 +23,7 @@ class Stats:
     bytes_weights: int = 0  # shared ranges are counted by every module that uses them
     bytes_slots: int = 0  # that streamed weights take turns in
     bytes_tables: int = 0
+    bytes_activations: int = 0  # of the last step, placed before it ran; held while one runs
     bytes_request: int = 0
     bytes_host: int = 0  # streamed weights and their tables, in host memory, shared ones as above
     bytes_sent: int = 0  # to other ranks since loading, by the exchanges of forwards

@@ -246,7 +246,7 @@ def test_out_of_memory_is_one_line_and_leaves_the_module_usable(engine, forwards
         torch.cuda.set_per_process_memory_fraction(1.0)
     line = str(refused.value)
     print(line)
-    assert "ran out of memory in a forward of 60,450 rows: the engine holds" in line
+    assert "ran out of memory in a forward of 60,450 rows: the engine needs" in line
     assert "this process had allocated" in line and "resident=N" in line and "\n" not in line
     assert equal(outputs(module, forwards[:2]), expected)
 

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 import h3compile
 from h3compile.pipeline.testing import distance
+from h3compile.runtime.forward import Forward
 from h3compile.runtime.module import CompiledTransformer
 
 pytestmark = pytest.mark.gpu
@@ -90,6 +93,37 @@ def test_kernels_and_references_agree(
             apart = distance(ours.cpu(), theirs.double())
             print(f"{passes}, {lengths}: {apart:.2e}")
             assert apart < APART[passes]
+
+
+@pytest.mark.parametrize("passes", PASSES)
+def test_values_of_a_step_are_placed_before_it_runs(
+    passes: str,
+    built: Callable[[str, str], tuple[Path, CompiledTransformer]],
+    packed: Callable[..., Inputs],
+) -> None:
+    """No bit is another than with torch's allocator, and nothing is reserved but what was found to live."""
+    path, module = built(passes, "cuda")
+    plain = h3compile.load(path, share=module)
+    plain._parts = replace(plain._parts, memory=None)
+    plain._forward = Forward(plain._parts)
+    large = {"text": 9, "video": 40_011, "audio": 80, "timesteps": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for seed, lengths in enumerate((*LENGTHS, large)):
+            inputs = {name: value.cuda() for name, value in packed("t2va", **lengths, seed=seed).items()}
+            expected = plain(**inputs, return_dict=False)
+            for _ in range(2):
+                assert all(map(torch.equal, module(**inputs, return_dict=False), expected)), lengths
+    del expected
+    module.release()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    module(**inputs)
+    torch.cuda.synchronize()
+    reserved, placed = torch.cuda.max_memory_reserved() - before, module.stats.bytes_activations
+    print(f"{passes}: {placed:,} bytes placed, {reserved:,} more reserved")
+    assert placed <= reserved < 1.02 * placed + (64 << 20)  # what is small comes in segments of 2 and 20 MiB
 
 
 def test_the_engine_names_who_computes_what(engine: Callable[[str, str], CompiledTransformer]) -> None:

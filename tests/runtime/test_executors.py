@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,11 @@ def test_an_artifact_is_loaded_once_and_a_schedule_region_never_uses_it(
 
     def load_artifact(path: Path, device: torch.device):
         loaded.append(path)
-        return lambda arguments: (arguments[0],)
+
+        def consume(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            return (arguments[0],)
+
+        return SimpleNamespace(consume=consume, rehearse=consume)
 
     monkeypatch.setattr("h3compile.runtime.artifact.load_artifact", load_artifact)
     artifact = ArtifactRecord(backend="inductor", target="cpu", path="regions/refine.json")

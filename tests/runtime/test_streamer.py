@@ -19,9 +19,10 @@ from h3compile.plan.races import check
 from h3compile.plan.schedule import Compute, Copy, Operation, Record
 from h3compile.runtime.load import load
 from h3compile.runtime.module import CompiledTransformer
+from h3compile.runtime.reader import Reader
 from h3compile.runtime.runner import Runner
 from h3compile.runtime.streamer import Streamer
-from h3compile.runtime.tables import MANY_TIMESTEPS
+from h3compile.runtime.tables import MANY_TIMESTEPS, ModulationTables
 
 BLOCKS = ("block.0", "block.1")
 # Resident blocks and slots: every plan of two blocks, and slots that outnumber what is streamed.
@@ -320,6 +321,25 @@ def test_loading_returns_before_the_blocks_are_read_and_the_forward_waits(kit, e
     assert_same(module(**kit.inputs()), kit.reference(kit.weights(0), kit.inputs()))
 
 
+def test_nothing_is_read_before_the_tables_are_there(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locking host memory keeps the driver from everything else: tables would come between two blocks."""
+    seen: list[str] = []
+    built, start = ModulationTables.__init__, Reader.start
+
+    def init(self: ModulationTables, *args: object, **options: object) -> None:
+        built(self, *args, **options)  # type: ignore[arg-type]
+        seen.append("tables")
+
+    def started(self: Reader) -> None:
+        seen.append("reader")
+        start(self)
+
+    monkeypatch.setattr(ModulationTables, "__init__", init)
+    monkeypatch.setattr(Reader, "start", started)
+    load(engine, resident=0)
+    assert seen == ["tables", "reader"]
+
+
 @pytest.mark.parametrize("how", ["stop", "signal"])
 def test_a_first_load_can_be_interrupted(kit, engine: Path, gated, how: str) -> None:
     reached, go_on = gated("block.1")
@@ -405,7 +425,7 @@ def test_out_of_memory_is_one_line_and_leaves_the_module_usable(
         module(**kit.inputs())
     line = str(refused.value)
     assert line.startswith(
-        "cpu ran out of memory in a forward of 10 rows: the engine holds 0.00 GiB of weights"
+        "cpu ran out of memory in a forward of 10 rows: the engine needs 0.00 GiB of weights"
     )
     assert "of slots" in line and "load(path, resident=N)" in line and "\n" not in line
     assert refused.value.__context__ is None and Runner.run is run
