@@ -166,7 +166,12 @@ def _launch_scaled_mm(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    out: torch.Tensor = torch._scaled_mm(
+    out = empty(x, (*x.shape[:-1], weight.shape[0]), dtype)
+    if out.is_meta:
+        return out  # a rehearsal, which is about memory
+    # Fake operands, of a build, have no form of it with an output that is given.
+    given = {"out": out.flatten(0, -2)} if type(x) is torch.Tensor else {}
+    made: torch.Tensor = torch._scaled_mm(
         x.flatten(0, -2),
         weight.t(),
         scale_a=x_scale.flatten(0, -2),
@@ -174,8 +179,9 @@ def _launch_scaled_mm(
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,
+        **given,
     )
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return made.view(*x.shape[:-1], weight.shape[0])
 
 
 def _shape(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, *_: object) -> str:
@@ -206,7 +212,7 @@ LINEAR_FP8 = define(
     # Which GEMM is the fastest depends on its shape.
     variant=_shape,
     providers=(
-        Provider("scaled_mm", _illegal_scaled_mm, _launch_scaled_mm, library=True),
+        Provider("scaled_mm", _illegal_scaled_mm, _launch_scaled_mm),
         Provider("triton", _illegal, _launch),
     ),
 )

@@ -35,6 +35,9 @@ __all__ = ["LoadedRegion", "load_artifact"]
 
 _MEND = "run `h3compile finalize --again` on this machine"
 
+# Of torch, what a launch sequence calls with the tensor that the result goes to.
+_PRODUCTS = frozenset(("addmm", "baddbmm", "bmm", "mm"))
+
 # What a launch sequence defines for itself and a rehearsal has no use for.
 _ASSERTIONS = frozenset(("assert_alignment", "assert_size_stride", "assert_size_stride_grouped"))
 
@@ -172,6 +175,20 @@ class LoadedRegion:
         return tuple(self._rehearsed(inputs))
 
 
+class _Torch:
+    """torch as a rehearsal needs it: a product into memory that is there already is not computed.
+
+    Torch's forms of products for tensors without memory import its compiler, which an engine does without.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        return _given if name in _PRODUCTS else getattr(torch, name)
+
+
+def _given(*operands: object, out: Tensor, **options: object) -> Tensor:
+    return out
+
+
 class _Silent:
     """In place of a kernel, and of what looks at the tensors it made."""
 
@@ -216,11 +233,11 @@ def load_artifact(path: Path, device: torch.device | str) -> LoadedRegion:
         path.name,
         info,
         _executed(code, real),
-        _executed(code, silent, *_ASSERTIONS.intersection(code.co_names)),
+        _executed(code, silent, *_ASSERTIONS.intersection(code.co_names), rehearsed=True),
     )
 
 
-def _executed(code: CodeType, namespace: dict[str, object], *silenced: str) -> _Call:
+def _executed(code: CodeType, namespace: dict[str, object], *silenced: str, rehearsed: bool = False) -> _Call:
     """The launch sequence, its allocations from the step that it is part of."""
     exec(code, namespace)
     namespace |= dict.fromkeys(silenced, _Silent())
@@ -228,6 +245,8 @@ def _executed(code: CodeType, namespace: dict[str, object], *silenced: str) -> _
         if name.startswith("empty_strided_"):
             assert callable(function)
             namespace[name] = empty_strided(function)
+    if rehearsed:
+        namespace["torch"] = _Torch()
     call = namespace["call"]
     assert callable(call)
     return call
