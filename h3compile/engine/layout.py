@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,10 +102,14 @@ def slot_bytes(buffer: torch.Tensor, slot: SlotRecord) -> torch.Tensor:
 
 def slot_nbytes(slot: SlotRecord) -> int:
     """Bytes from the first element of ``slot`` to its last."""
-    if 0 in slot.shape:
+    return extent(slot.shape, slot.strides) * parse_dtype(slot.dtype).itemsize
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first of a tensor to its last, gaps included."""
+    if 0 in shape:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(slot.shape, slot.strides, strict=True))
-    return (last + 1) * parse_dtype(slot.dtype).itemsize
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def copied(record: RangeRecord, alignment: int = ALIGNMENT) -> Iterator[tuple[SlotRecord, int]]:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from h3compile.engine.layout import extent
 from h3compile.engine.manifest import PortRecord
 from h3compile.ops.memory import allocating
 from h3compile.plan.packing import Lifetime, pack
 from h3compile.program.serialize import parse_dtype
+from h3compile.runtime.memory import without_memory
 from h3compile.runtime.runner import Runner
 from h3compile.runtime.stats import Stats
 
@@ -46,7 +48,7 @@ class _Rehearsal:
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the meta device."""
         self._look()
-        tensor = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+        tensor = without_memory(size, stride, dtype)
         storage = tensor.untyped_storage()
         # Views of it keep it too.
         self._alive[len(self._sizes)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -82,7 +84,7 @@ class Arena:
         """The next one; `RuntimeError` for one of another size than in the rehearsal."""
         index, self._next = self._next, self._next + 1
         placed = self._placed
-        nbytes = _span(size, stride) * dtype.itemsize
+        nbytes = extent(size, stride) * dtype.itemsize
         if index >= len(placed.sizes) or placed.sizes[index] != nbytes:
             raise RuntimeError(
                 f"allocation {index} of a step has {nbytes} bytes, in its rehearsal it had not"
@@ -94,13 +96,6 @@ class Arena:
         if view is None:
             view = self._views[dtype] = self._bytes.view(dtype)
         return view.as_strided(size, stride, offset // dtype.itemsize)
-
-
-def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
-    if 0 in size:
-        return 0
-    return 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
 
 
 # Rehearsals that are kept: the lengths of a request, with one timestep and with two, and of the last few.
@@ -152,7 +147,7 @@ class StepMemory:
         rehearsal = _Rehearsal()
         try:
             with allocating(rehearsal):
-                shapes = {name: _without_memory(tensor) for name, tensor in given.items()}
+                shapes = {name: without_memory(t.shape, t.stride(), t.dtype) for name, t in given.items()}
                 source = _Tables(self._tables, lengths)
                 outputs = self._rehearsal.run(shapes, source, lambda: None, stand_ins=stand_ins)
                 placed = rehearsal.placed()
@@ -178,7 +173,3 @@ class _Tables:
         port = self._ports[name]
         shape = [size if isinstance(size, int) else self._lengths[size] for size in port.shape]
         return torch.empty(shape, dtype=parse_dtype(port.dtype), device="meta")
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from h3compile.engine.loader import EngineFolder
-from h3compile.engine.manifest import CallRecord, SlotRecord
+from h3compile.engine.manifest import CallRecord
 from h3compile.errors import EngineError, H3CompileError
 from h3compile.plan.schedule import Schedule
 from h3compile.program.residency import Residency
@@ -24,7 +24,7 @@ from h3compile.runtime.inputs import Inputs
 from h3compile.runtime.lanes import lanes_for
 from h3compile.runtime.link import LinkedProgram, call_name, link
 from h3compile.runtime.measures import Measures
-from h3compile.runtime.memory import free_bytes, gib
+from h3compile.runtime.memory import free_bytes, gib, without_memory
 from h3compile.runtime.parts import Parts
 from h3compile.runtime.pinned import HostMemory
 from h3compile.runtime.places import Places
@@ -180,7 +180,7 @@ class _Site:
         ]
         request = [self._bind(call, weights) for call in program.request]
         step = [self._bind(call, weights) for call in program.step]
-        streamer = self._streamer(weights)
+        stand_ins, streamer = self._stand_ins(), self._streamer(weights)
         parts = Parts(
             manifest=manifest,
             partition=self.partition,
@@ -199,11 +199,11 @@ class _Site:
                 step,
                 manifest.outputs,
                 self.device,
-                variants=self._stand_ins(),
+                variants=stand_ins,
                 measures=program.measures,
                 feed=bound if streamer is None else streamer.step,
             ),
-            memory=self._memory(step, stats),
+            memory=self._memory(step, stand_ins, stats),
             stats=stats,
             residency=places.residency if places.residency.blocks else None,
             streamer=streamer,
@@ -215,7 +215,9 @@ class _Site:
             streamer.reader.start()
         return parts
 
-    def _memory(self, step: Sequence[BoundCall], stats: Stats) -> StepMemory | None:
+    def _memory(
+        self, step: Sequence[BoundCall], stand_ins: Mapping[str, Executor], stats: Stats
+    ) -> StepMemory | None:
         """What places the values of a step; None where a region runs operator by operator."""
         ranges = self.folder.manifest.partitions[self.partition].ranges
         weights: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -226,16 +228,21 @@ class _Site:
                 return None
             if call.region not in weights:
                 slots = ranges[record.range].slots if record.range in ranges else ()
-                weights[call.region] = tuple(map(_without_memory, slots))
+                weights[call.region] = tuple(
+                    without_memory(slot.shape, slot.strides, parse_dtype(slot.dtype)) for slot in slots
+                )
             calls.append(replace(call, executor=rehearsal, weights=weights[call.region]))
-        variants = {name: executor.rehearsal for name, executor in self._stand_ins().items()}
-        if None in variants.values():
-            return None
+        variants: dict[str, Executor] = {}
+        for name, executor in stand_ins.items():
+            rehearsal = executor.rehearsal
+            if rehearsal is None:
+                return None
+            variants[name] = rehearsal
         runner = Runner(
             calls,
             self.folder.manifest.outputs,
             torch.device("cpu"),
-            variants={name: executor for name, executor in variants.items() if executor is not None},
+            variants=variants,
             measures=self.program.measures,
         )
         return StepMemory(runner, self.program.tables, self.device, stats)
@@ -353,7 +360,3 @@ class _Site:
         region = self.program.regions[call.region]
         executor = executor_for(self.folder, region, self.device, self.pool, interpret=True)
         return ScheduleCall(call_name(call), call.inputs, call.outputs, executor)
-
-
-def _without_memory(slot: SlotRecord) -> torch.Tensor:
-    return torch.empty_strided(slot.shape, slot.strides, dtype=parse_dtype(slot.dtype), device="meta")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["aligned", "free_bytes", "gib", "nbytes", "same_bits"]
+__all__ = ["aligned", "free_bytes", "gib", "nbytes", "same_bits", "without_memory"]
 
 # Kernels peel unaligned heads off their loops: one alignment everywhere keeps one order of summation.
 _ALIGNMENT = 64
@@ -33,6 +35,11 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def nbytes(*tensors: torch.Tensor) -> int:
     """Bytes of all ``tensors`` together."""
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this form on the meta device."""
+    return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
 
 
 def free_bytes(device: torch.device) -> int | None:
