@@ -58,6 +58,8 @@ def settings_for(options: InductorOptions, device: torch.device) -> dict[str, ob
         "graph_partition": False,
         "triton.cudagraphs": False,
         "cpp_wrapper": False,
+        # Values are placed before a step runs; one kept alive to be used again is one more that lives.
+        "allow_buffer_reuse": False,
         # Strides and sizes of inputs are asserted by the launch sequence.
         "size_asserts": True,
         # The thread count is that of the process that runs.

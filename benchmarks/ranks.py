@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from dlo import Setup, deepened, diffusers_model
+from deepen import deepened
+from dlo import Setup, diffusers_model
 from rank_sections import SECTIONS, deep_passes_of, passes_of
 from rank_work import Options, Rank
 

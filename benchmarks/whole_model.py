@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--passes", default="", help="as `h3compile build --passes` takes them")
+    parser.add_argument("--held", action="store_true", help="only what is built, loaded and held, no times")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_grad_enabled(False)
@@ -144,6 +145,9 @@ def main() -> None:
             command = [sys.executable, "-c", CHILD, str(engine.path), str(scratch / "saved.pt")]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         note("new_process", json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr)
+        (options.out / "whole_model.json").write_text(json.dumps(result, indent=1))
+        if options.held:
+            return
 
         unseen = {**large, "timestep": torch.tensor([0.3333, 0.7777], device="cuda")}
         torch.cuda.synchronize()

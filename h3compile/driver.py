@@ -193,6 +193,10 @@ class _Build:
         folder, partitions, model_config, dtypes = self._checkpoint()
         output = self.config.output or Path(f"{_stem(self.config.model)}.h3e")
         with EngineWriter(output, overwrite=self.config.overwrite) as writer:
+            for path in writer.leftovers():
+                self._note(
+                    f"{path} is left of a build that was killed: remove it, if no other machine writes it"
+                )
             self._phase("trace", None)
             traced = trace(model_config, dtypes)
             self._phase("passes", len(self.manager.passes))
@@ -389,8 +393,9 @@ class _Build:
         )
 
     def _activations(self, program: Program) -> tuple[str, ...]:
+        lowers = self.backend.lowers
         try:
-            return tuple(map(str, activations_of(program, fused=self.backend.lowers)))
+            return tuple(map(str, activations_of(program, fused=lowers, consumes=lowers)))
         except ValueError as error:  # a plugin may have sizes of any form
             self._note(f"how much memory a forward needs is not known, and not checked by loads: {error}")
             return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
+import psutil
 import torch
 
 from h3compile.engine.layout import copied, copied_nbytes, fill
@@ -68,6 +70,12 @@ class EngineWriter:
     def files(self) -> Mapping[str, FileRecord]:
         """What has been written so far."""
         return dict(self._files)
+
+    def leftovers(self) -> list[Path]:
+        """What writers of this engine left that were killed, as far as this machine's processes tell."""
+        pattern = re.compile(rf"\.{re.escape(self.path.name)}\.(\d+)-[0-9a-f]{{8}}\.(partial|previous)")
+        found = {path: pattern.fullmatch(path.name) for path in sorted(self.path.parent.iterdir())}
+        return [path for path, match in found.items() if match and not psutil.pid_exists(int(match[1]))]
 
     def require_space(self, nbytes: int) -> None:
         """Raises `EngineError` unless ``nbytes`` are free where the engine is written."""

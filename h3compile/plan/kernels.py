@@ -72,20 +72,30 @@ _SCATTERS = frozenset((aten.index_copy.default,))
 
 
 def region_work(
-    region: Region, dims: Iterable[Dim], *, tables: frozenset[str] = frozenset(), fused: bool = True
+    region: Region,
+    dims: Iterable[Dim],
+    *,
+    tables: frozenset[str] = frozenset(),
+    consumed: frozenset[str] = frozenset(),
+    fused: bool = True,
 ) -> RegionWork:
     """The work of one region; ``tables`` are the inputs that a runner counts as tables."""
-    kernels = _Kernels(propagate(region, dims), tables, fused, costs=True)
+    kernels = _Kernels(propagate(region, dims), tables, consumed, fused, costs=True)
     pieces = tuple(event.piece for event in kernels.events if event.piece is not None)
     weights = sum(_aligned(math.prod(map(int, port.shape)) * port.dtype.itemsize) for port in region.weights)
     return RegionWork(pieces, weights, undominated(kernels.live()))
 
 
 def region_peak(
-    region: Region, dims: Iterable[Dim], *, tables: frozenset[str] = frozenset(), fused: bool = True
+    region: Region,
+    dims: Iterable[Dim],
+    *,
+    tables: frozenset[str] = frozenset(),
+    consumed: frozenset[str] = frozenset(),
+    fused: bool = True,
 ) -> tuple[Polynomial, ...]:
     """`RegionWork.peak` alone: no operator is asked for its cost, so any that has a shape will do."""
-    return undominated(_Kernels(propagate(region, dims), tables, fused, costs=False).live())
+    return undominated(_Kernels(propagate(region, dims), tables, consumed, fused, costs=False).live())
 
 
 def _aligned(count: int) -> int:
@@ -104,7 +114,9 @@ class _Event:
 class _Kernels:
     """A region as kernels in order, and what lives during each."""
 
-    def __init__(self, region: Region, tables: frozenset[str], fused: bool, *, costs: bool) -> None:
+    def __init__(
+        self, region: Region, tables: frozenset[str], consumed: frozenset[str], fused: bool, *, costs: bool
+    ) -> None:
         self._fused = fused
         self._costs = costs
         self._names = _symbol_names(region)
@@ -113,12 +125,14 @@ class _Kernels:
         self._returned = {self._base(node) for node in output.args[0]}
         placeholders = [node for node in self._nodes if node.op == "placeholder"]
         inputs = zip(placeholders, region.inputs, strict=False)
-        self._given = {node for node, port in inputs if port.name not in tables}
+        given = {node: port.name for node, port in inputs if port.name not in tables}
+        self._given = set(given)
+        self._kept = {node for node, name in given.items() if name not in consumed}
         self._stored = self._materialized()
         self.events = [event for node in self._nodes for event in self._event(node)]
 
     def live(self) -> Iterator[Polynomial]:
-        """Bytes that live during every event: the caller's inputs throughout, the rest until last read."""
+        """Bytes that live during every event: inputs that are kept throughout, the rest until last read."""
         last: dict[fx.Node, int] = {}
         for place, event in enumerate(self.events):
             for node in (*event.reads, *event.makes):
@@ -129,7 +143,7 @@ class _Kernels:
         for place, event in enumerate(self.events):
             alive |= event.makes
             yield total(alive.values())
-            for node in [n for n in alive if n not in self._given and last.get(n, -1) <= place]:
+            for node in [n for n in alive if n not in self._kept and last.get(n, -1) <= place]:
                 del alive[node]
 
     def _event(self, node: fx.Node) -> Iterator[_Event]:

@@ -16,12 +16,13 @@ from h3compile.program.stages import Stage
 __all__ = ["activations_of", "work_of"]
 
 
-def work_of(program: Program, passes: str = "", *, fused: bool = True) -> ProgramWork:
+def work_of(program: Program, passes: str = "", *, fused: bool = True, consumes: bool = True) -> ProgramWork:
     """The work of an outlined ``program``; ``passes`` is how it is named.
 
     The number of calls is that of the program: `ProgramWork.with_blocks` has others. Where ranks share a
     sequence it is the work of one, in the lengths of the sequence; what they exchange counts as bytes moved
-    in memory, not as time on a link.
+    in memory, not as time on a link. ``consumes``: a value is let go within the last call that reads it,
+    not after that.
     """
     config = program.facts.config
     heads, width, hidden = (
@@ -29,17 +30,24 @@ def work_of(program: Program, passes: str = "", *, fused: bool = True) -> Progra
     )
     assert isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int)
     regions = {
-        name: region_work(region, program.dims, tables=_table_ports(program, name), fused=fused)
+        name: region_work(
+            region,
+            program.dims,
+            tables=_table_ports(program, name),
+            consumed=_consumed_ports(program, name) if consumes else frozenset(),
+            fused=fused,
+        )
         for name, region in program.regions.items()
     }
     work = ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)))
     return work if program.parallel is None else work.in_terms_of(program.parallel.shares)
 
 
-def activations_of(program: Program, *, fused: bool = True) -> tuple[Polynomial, ...]:
+def activations_of(program: Program, *, fused: bool = True, consumes: bool = True) -> tuple[Polynomial, ...]:
     """Bytes that live at once in a forward of an outlined ``program``: the largest of these.
 
     By liveness, in its free lengths; weights and tables are left out. Of several ranks, those of one.
+    ``consumes`` is that of `work_of`.
     """
     stages, values = execution_stages(program), _Values(program)
     peaks: dict[str, tuple[Polynomial, ...]] = {}
@@ -50,8 +58,13 @@ def activations_of(program: Program, *, fused: bool = True) -> tuple[Polynomial,
         held = values.held(call, stages[call.name].value)
         for name in program.forms_of(call.region):
             if name not in peaks:
-                tables = _table_ports(program, name)
-                peaks[name] = region_peak(program.regions[name], program.dims, tables=tables, fused=fused)
+                peaks[name] = region_peak(
+                    program.regions[name],
+                    program.dims,
+                    tables=_table_ports(program, name),
+                    consumed=_consumed_ports(program, name) if consumes else frozenset(),
+                    fused=fused,
+                )
             found += [held + peak for peak in peaks[name]]
     return undominated(found)
 
@@ -64,6 +77,17 @@ def _table_ports(program: Program, region: str) -> frozenset[str]:
         name
         for place, name in enumerate(ports)
         if calls and all(call.inputs[place] in tables for call in calls)
+    )
+
+
+def _consumed_ports(program: Program, region: str) -> frozenset[str]:
+    """The inputs of ``region`` that nobody reads after any of its calls, by the names of its ports."""
+    calls, values = program.calls_of(program.base_of(region)), _Values(program)
+    ports = [port.name for port in program.regions[region].inputs]
+    return frozenset(
+        name
+        for place, name in enumerate(ports)
+        if calls and all(values.ends(call.inputs[place], call) for call in calls)
     )
 
 
@@ -113,6 +137,11 @@ class _Values:
             alive += self._kept
         inside = {*call.inputs, *self._program.tables}
         return total(self._bytes(value) for value in dict.fromkeys(alive) if value not in inside)
+
+    def ends(self, value: str, call: Call) -> bool:
+        """Whether ``value``, an input of ``call``, is a call's result that is read there the last time."""
+        made = value in self._born and value not in self._kept and value not in self._program.tables
+        return made and self._last[value] == self._at[call.name] and call.inputs.count(value) == 1
 
     def tables(self, call: Call) -> int:
         """Bytes a timestep of the tables that ``call`` reads."""

@@ -161,6 +161,25 @@ def test_an_interrupted_write_leaves_nothing(toy: Toy, error: type[BaseException
     assert siblings(toy.path) == {"artifact"}
 
 
+def test_what_a_killed_writer_left_is_named_and_not_touched(toy: Toy) -> None:
+    """A writer that lives keeps its folder to itself, and so do engines of other names."""
+    folder = toy.path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    name = toy.path.name
+    left = [folder / f".{name}.{gone.pid}-0123abcd.{kind}" for kind in ("partial", "previous")]
+    others = [
+        folder / f".{name}.{os.getpid()}-0123abcd.partial",
+        folder / f".x{name}.{gone.pid}-0123abcd.partial",
+    ]
+    for path in (*left, *others):
+        path.mkdir()
+    with EngineWriter(toy.path) as writer:
+        assert writer.leftovers() == left
+    assert all(path.is_dir() for path in (*left, *others))
+
+
 def test_what_exists_is_kept_unless_told(toy: Toy) -> None:
     toy.write()
     before = tree(toy.path)

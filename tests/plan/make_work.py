@@ -28,6 +28,8 @@ _TRACED = 2
 # Whose defaults the passes take: SAGE has INT8 keys and a scale for 128 of them.
 _TARGET = "h200"
 _EAGER = "diffusers"
+# Python's frames keep what they gave to a block.
+_PEERS = (_EAGER, "diffusers-compiled")
 
 
 def programs() -> Iterator[tuple[str, ProgramWork]]:
@@ -40,7 +42,8 @@ def programs() -> Iterator[tuple[str, ProgramWork]]:
         if passes not in compiled:
             chosen, _ = resolve(passes, Registry.default())
             compiled[passes], _ = Manager(chosen).run(traced, find_target(_TARGET))
-        yield name, work_of(compiled[passes], name, fused=name != _EAGER).with_blocks(_LAYERS)
+        work = work_of(compiled[passes], name, fused=name != _EAGER, consumes=name not in _PEERS)
+        yield name, work.with_blocks(_LAYERS)
 
 
 def text(found: Iterator[tuple[str, ProgramWork]]) -> str:

@@ -22,12 +22,16 @@ def model() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("cost_model", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["cost_model"] = module  # dataclasses look their module up
+    before = set(sys.modules)
+    sys.path.insert(0, str(SCRIPT.parent))
     try:
         spec.loader.exec_module(module)
         yield module
     finally:
-        del sys.modules["cost_model"]
+        sys.path.remove(str(SCRIPT.parent))
+        for name in set(sys.modules) - before:
+            if name.startswith("figure"):
+                del sys.modules[name]
 
 
 def test_every_figure_fits_but_the_outliers(model: ModuleType) -> None:

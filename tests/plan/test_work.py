@@ -194,6 +194,29 @@ def test_tables_are_not_among_what_lives() -> None:
     assert str(peak) == f"{2 * 3 * INNER}*rows"
 
 
+def test_an_input_that_nobody_reads_later_lives_until_it_is_read_the_last_time() -> None:
+    """Kept, it is there beside both halves and their product; consumed, it went after the first linear."""
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    both = graph.call_function(aten.linear.default, (x, weight))
+    gate, up = (
+        graph.call_function(aten.slice.Tensor, (both, -1, i * INNER, (i + 1) * INNER)) for i in (0, 1)
+    )
+    graph.output((graph.call_function(aten.mul.Tensor, (gate, up)),))
+    bf16 = torch.bfloat16
+    region = Region(
+        "gated",
+        graph,
+        (Port("x", bf16, (1, "rows", WIDTH)),),
+        (Port("weight", bf16, (2 * INNER, WIDTH)),),
+        (Port("product", bf16, (1, "rows", INNER)),),
+    )
+    (kept,) = region_work(region, DIMS).peak
+    assert str(kept) == f"{2 * (WIDTH + 3 * INNER)}*rows"
+    (consumed,) = region_work(region, DIMS, consumed=frozenset(("x",))).peak
+    assert str(consumed) == f"{2 * max(WIDTH + 2 * INNER, 3 * INNER)}*rows"
+
+
 def test_what_both_sides_of_a_product_read_is_stored() -> None:
     """The residual stream: made before a product, added after it."""
     graph = fx.Graph()

@@ -152,7 +152,7 @@ def test_a_gpu_without_the_memory_is_refused_before_allocating(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    with pytest.raises(H3CompileError, match=r"the engine needs .* GiB on cuda:0, which has 0.00 GiB free"):
+    with pytest.raises(H3CompileError, match=r"the engine needs .* on cuda:0, which has 0.00 GiB free"):
         load(path)
 
 
