@@ -230,6 +230,7 @@ def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, objec
     work = released(PASSES[kind]).with_blocks(setup.layers)
     tables, residency = module.manifest.partitions["transformer"].tables, module.residency
     assert tables is not None and residency is not None
+    arch = module.manifest.arch
     for canvas in ("37760", "11000"):
         inputs = setup.inputs(canvas)
         rows = {
@@ -239,7 +240,9 @@ def memory(setup: Setup, module: CompiledTransformer, note: Callable[[str, objec
             "audio_rows": len(inputs["audio_indices"]),
             "timesteps": len(inputs["timestep"]),
         }
-        kinds = memory_plan(work, rows, residency, timesteps=len(tables.timesteps)).device["denoise"]
+        kinds = memory_plan(work, rows, residency, timesteps=len(tables.timesteps), arch=arch).device[
+            "denoise"
+        ]
         planned = sum(kinds.values()) - kinds["context"]
         note(f"{kind}_{canvas}_device_planned", dict(kinds))
         if not setup.gpu or setup.tiny:  # the plan is one of the released width

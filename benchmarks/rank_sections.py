@@ -328,7 +328,7 @@ def one_plan(
         ms = rank.milliseconds(run, 2)[name]
         parallel, sizes = Parallel(options.ranks), rank.sizes(canvas)
         seconds = streamed_step_seconds(work, rank.target, sizes, planned, parallel)
-        memory = memory_plan(work, sizes, planned, parallel, timesteps=kept_timesteps(49))
+        memory = memory_plan(work, sizes, planned, parallel, timesteps=kept_timesteps(49), arch="sm_90a")
         parts = memory.device["denoise"]
         # Outside of torch's allocator: the context, and NCCL's buffers, which are there in every phase.
         outside = parts["context"] + min(phase.get("collectives", 0) for phase in memory.device.values())

@@ -395,7 +395,9 @@ class _Build:
     def _activations(self, program: Program) -> tuple[str, ...]:
         lowers = self.backend.lowers
         try:
-            return tuple(map(str, activations_of(program, fused=lowers, consumes=lowers)))
+            return tuple(
+                map(str, activations_of(program, arch=self.target.arch, fused=lowers, placed=lowers))
+            )
         except ValueError as error:  # a plugin may have sizes of any form
             self._note(f"how much memory a forward needs is not known, and not checked by loads: {error}")
             return ()

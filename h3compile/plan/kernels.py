@@ -8,7 +8,7 @@ kernel of its own, as in eager PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy  # type: ignore[import-untyped]
@@ -17,9 +17,11 @@ from torch import fx
 from torch.utils._sympy.functions import CeilDiv, CleanDiv, FloorDiv
 
 from h3compile.ops import OPERATORS
+from h3compile.ops.attention import ATTENTION
 from h3compile.ops.operator import Operand
+from h3compile.ops.ring_attention import RING_ATTENTION
 from h3compile.plan.polynomial import Polynomial, total, undominated
-from h3compile.plan.work import Kind, Piece, RegionWork
+from h3compile.plan.work import OWN_DENSE, Kind, Piece, RegionWork
 from h3compile.program.facts import Dim
 from h3compile.program.propagate import propagate
 from h3compile.program.region import Region
@@ -67,6 +69,7 @@ _VIEWS = frozenset(
 )
 _PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default))
 _SDPA = aten.scaled_dot_product_attention.default
+_DENSE = (_SDPA, ATTENTION.target, RING_ATTENTION.target)
 # Writes rows into its first operand, in place where nothing else reads that: Inductor's reinplacing.
 _SCATTERS = frozenset((aten.index_copy.default,))
 
@@ -83,7 +86,7 @@ def region_work(
     kernels = _Kernels(propagate(region, dims), tables, consumed, fused, costs=True)
     pieces = tuple(event.piece for event in kernels.events if event.piece is not None)
     weights = sum(_aligned(math.prod(map(int, port.shape)) * port.dtype.itemsize) for port in region.weights)
-    return RegionWork(pieces, weights, undominated(kernels.live()))
+    return RegionWork(pieces, weights, undominated(kernels.live()), kernels.attended())
 
 
 def region_peak(
@@ -93,9 +96,15 @@ def region_peak(
     tables: frozenset[str] = frozenset(),
     consumed: frozenset[str] = frozenset(),
     fused: bool = True,
+    arch: str | None = None,
 ) -> tuple[Polynomial, ...]:
-    """`RegionWork.peak` alone: no operator is asked for its cost, so any that has a shape will do."""
-    return undominated(_Kernels(propagate(region, dims), tables, consumed, fused, costs=False).live())
+    """`RegionWork.peak` alone, and where ``arch`` is given with `RegionWork.by_library` added.
+
+    No operator is asked for its cost, so any that has a shape will do.
+    """
+    kernels = _Kernels(propagate(region, dims), tables, consumed, fused, costs=False)
+    beside = Polynomial() if arch is None else kernels.attended(OWN_DENSE.get(arch, ()))
+    return undominated(peak + beside for peak in kernels.live())
 
 
 def _aligned(count: int) -> int:
@@ -127,7 +136,12 @@ class _Kernels:
         inputs = zip(placeholders, region.inputs, strict=False)
         given = {node: port.name for node, port in inputs if port.name not in tables}
         self._given = set(given)
-        self._kept = {node for node, name in given.items() if name not in consumed}
+        # What Inductor fuses may be computed again where it is needed later, from what it was computed of.
+        self._kept = {
+            node
+            for node, name in given.items()
+            if name not in consumed or (fused and any(map(self._is_fusible, self._users(node))))
+        }
         self._stored = self._materialized()
         self.events = [event for node in self._nodes for event in self._event(node)]
 
@@ -145,6 +159,13 @@ class _Kernels:
             yield total(alive.values())
             for node in [n for n in alive if n not in self._kept and last.get(n, -1) <= place]:
                 del alive[node]
+
+    def attended(self, but: Container[str] = ()) -> Polynomial:
+        """Bytes of what dense attention returns, ``but`` these operators."""
+        own = {target for target, operator in _OURS.items() if operator.name in but}
+        return total(
+            self._size(node) for node in self._nodes if node.target in _DENSE and node.target not in own
+        )
 
     def _event(self, node: fx.Node) -> Iterator[_Event]:
         if (

@@ -106,6 +106,14 @@ def activation_bytes(work: ProgramWork, sizes: Sizes, *stages: str) -> int:
     )
 
 
+def _by_library(work: ProgramWork, sizes: Sizes, arch: str) -> int:
+    """What libraries return within a step, beside what is placed before it."""
+    if not work.placed:
+        return 0
+    found = [work.regions[call.region].by_library(arch).at(sizes) for call in work.stage("step")]
+    return round(max(found, default=0.0))
+
+
 def slot_bytes(work: ProgramWork, residency: Residency, sizes: Sizes) -> int:
     """Bytes of one slot: the largest streamed call, or call of the request, with its tables of one step."""
     if not residency.slots:
@@ -129,12 +137,14 @@ def memory_plan(
     pixels: int = 0,
     folded: bool = True,
     keep: bool = True,
+    arch: str = "",
 ) -> MemoryPlan:
     """What a request of ``sizes`` takes on each device and on the host, for each device.
 
     ``timesteps`` rows of tables are kept (`kept_timesteps`); ``tenants`` share the device, ``pixels`` is
     all that the decoder makes. ``folded``: no timestep is evaluated that the engine does not hold, or else
-    cold weights pass through the device. ``keep``: residents stay while tenants work.
+    cold weights pass through the device. ``keep``: residents stay while tenants work. ``arch`` says which
+    attention a library computes; without it, all that is dense.
     """
     parallel = parallel or Parallel()
     here = local_sizes(sizes, parallel.shards)
@@ -149,7 +159,7 @@ def memory_plan(
     base["context"] = _CONTEXT
     step = max(activation_bytes(work, here, "step"), activation_bytes(work, sizes, "request"))
     sharing = {"collectives": _NCCL} if max(parallel.shards, parallel.ranks) > 1 else {}
-    during = {"activations": step, "workspace": round(_SLACK * step)}
+    during = {"activations": step, "workspace": round(_SLACK * step) + _by_library(work, here, arch)}
     if not folded:
         # Tables are evaluated before the step's first call: what is alive is the larger of both.
         during["staging"] = max(0, _cold(work) - step)

@@ -107,6 +107,7 @@ class Space:
             timesteps=kept_timesteps(clip.forwards, clip.dims["timesteps"]),
             tenants=self.tenants,
             pixels=clip.frames * clip.width * clip.height,
+            arch=self.target.arch,
         )
 
     def seconds(self, residency: Residency) -> Seconds:

@@ -43,6 +43,11 @@ PASS_SETS: Mapping[str, str] = {
 }
 
 
+# Architecture -> dense attention that a kernel of ours computes there, where nothing else is asked for;
+# elsewhere cuDNN does (`ops/attention.py`).
+OWN_DENSE: Mapping[str, tuple[str, ...]] = {"sm_90a": ("attention.default",)}
+
+
 @dataclass(frozen=True)
 class Piece:
     """The work of one operator, or of one kernel that computes several.
@@ -71,12 +76,20 @@ class RegionWork:
     """One region: its pieces in order, the bytes of one call's weights, the most that lives at once.
 
     ``peak``: bytes of inputs, outputs and everything between them, tables and weights left out; which of
-    the polynomials is the largest depends on the lengths. ``outputs`` are the bytes that a call returns.
+    the polynomials is the largest depends on the lengths. ``attended``: bytes that dense attention returns,
+    which are among them too: a library allocates its result itself.
     """
 
     pieces: tuple[Piece, ...]
     weights: int
     peak: tuple[Polynomial, ...]
+    attended: Polynomial = NOTHING
+
+    def by_library(self, arch: str) -> Polynomial:
+        """Bytes of ``attended`` that a library computes on ``arch``, by the default providers."""
+        own = OWN_DENSE.get(arch, ())
+        dense = any(piece.kind == "attention" and piece.operator not in own for piece in self.pieces)
+        return self.attended if dense else NOTHING
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,8 @@ class ProgramWork:
     """A program: its regions, variants among them, and its calls in order.
 
     ``passes`` are as `PASS_SETS` spells them; ``heads`` bounds the degree of sequence parallelism;
-    ``attended`` is their width together, in channels, and ``hidden`` that of a row.
+    ``attended`` is their width together, in channels, and ``hidden`` that of a row. ``placed``: whoever runs
+    it places what a step computes before it runs, and lets go of an input within the last call that reads it.
     """
 
     passes: str
@@ -113,6 +127,7 @@ class ProgramWork:
     hidden: int
     regions: Mapping[str, RegionWork]
     calls: tuple[CallWork, ...]
+    placed: bool = True
 
     def stage(self, *stages: StageName) -> tuple[CallWork, ...]:
         """The calls of ``stages``, in order."""
@@ -171,6 +186,7 @@ class ProgramWork:
                 region,
                 pieces=tuple(map(of, region.pieces)),
                 peak=tuple(peak.in_terms_of(shares) for peak in region.peak),
+                attended=region.attended.in_terms_of(shares),
             )
             for name, region in self.regions.items()
         }
@@ -184,6 +200,7 @@ class ProgramWork:
             "heads": self.heads,
             "attended": self.attended,
             "hidden": self.hidden,
+            "placed": self.placed,
             "calls": [
                 [call.region, call.stage, call.count, str(call.held), call.table] for call in self.calls
             ],
@@ -191,6 +208,7 @@ class ProgramWork:
                 name: {
                     "weights": region.weights,
                     "peak": [str(peak) for peak in region.peak],
+                    "attended": str(region.attended),
                     "pieces": [_piece_to_json(piece) for piece in region.pieces],
                 }
                 for name, region in self.regions.items()
@@ -218,13 +236,15 @@ def _program_from_json(data: Mapping[str, object]) -> ProgramWork:
             tuple(_piece_from_json(*piece) for piece in region["pieces"]),
             int(region["weights"]),
             tuple(Polynomial.parse(peak) for peak in region["peak"]),
+            Polynomial.parse(region["attended"]),
         )
         for name, region in value["regions"].items()
     }
     calls = tuple(_call_from_json(*call) for call in value["calls"])
     if unknown := [call.region for call in calls if call.region not in regions]:
         raise ValueError(f"{unknown[0]} is called and not described")
-    return ProgramWork(value["passes"], value["heads"], value["attended"], value["hidden"], regions, calls)
+    widths = value["heads"], value["attended"], value["hidden"]
+    return ProgramWork(value["passes"], *widths, regions, calls, value["placed"])
 
 
 def _piece_from_json(

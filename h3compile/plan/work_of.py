@@ -16,13 +16,12 @@ from h3compile.program.stages import Stage
 __all__ = ["activations_of", "work_of"]
 
 
-def work_of(program: Program, passes: str = "", *, fused: bool = True, consumes: bool = True) -> ProgramWork:
+def work_of(program: Program, passes: str = "", *, fused: bool = True, placed: bool = True) -> ProgramWork:
     """The work of an outlined ``program``; ``passes`` is how it is named.
 
     The number of calls is that of the program: `ProgramWork.with_blocks` has others. Where ranks share a
     sequence it is the work of one, in the lengths of the sequence; what they exchange counts as bytes moved
-    in memory, not as time on a link. ``consumes``: a value is let go within the last call that reads it,
-    not after that.
+    in memory, not as time on a link. ``placed`` is that of `ProgramWork`.
     """
     config = program.facts.config
     heads, width, hidden = (
@@ -34,20 +33,22 @@ def work_of(program: Program, passes: str = "", *, fused: bool = True, consumes:
             region,
             program.dims,
             tables=_table_ports(program, name),
-            consumed=_consumed_ports(program, name) if consumes else frozenset(),
+            consumed=_consumed_ports(program, name) if placed else frozenset(),
             fused=fused,
         )
         for name, region in program.regions.items()
     }
-    work = ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)))
+    work = ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)), placed)
     return work if program.parallel is None else work.in_terms_of(program.parallel.shares)
 
 
-def activations_of(program: Program, *, fused: bool = True, consumes: bool = True) -> tuple[Polynomial, ...]:
+def activations_of(
+    program: Program, *, arch: str = "", fused: bool = True, placed: bool = True
+) -> tuple[Polynomial, ...]:
     """Bytes that live at once in a forward of an outlined ``program``: the largest of these.
 
     By liveness, in its free lengths; weights and tables are left out. Of several ranks, those of one.
-    ``consumes`` is that of `work_of`.
+    ``placed`` is that of `ProgramWork`; then what a library returns on ``arch`` lies beside the rest.
     """
     stages, values = execution_stages(program), _Values(program)
     peaks: dict[str, tuple[Polynomial, ...]] = {}
@@ -62,8 +63,9 @@ def activations_of(program: Program, *, fused: bool = True, consumes: bool = Tru
                     program.regions[name],
                     program.dims,
                     tables=_table_ports(program, name),
-                    consumed=_consumed_ports(program, name) if consumes else frozenset(),
+                    consumed=_consumed_ports(program, name) if placed else frozenset(),
                     fused=fused,
+                    arch=arch if placed else None,
                 )
             found += [held + peak for peak in peaks[name]]
     return undominated(found)

@@ -42,7 +42,7 @@ def programs() -> Iterator[tuple[str, ProgramWork]]:
         if passes not in compiled:
             chosen, _ = resolve(passes, Registry.default())
             compiled[passes], _ = Manager(chosen).run(traced, find_target(_TARGET))
-        work = work_of(compiled[passes], name, fused=name != _EAGER, consumes=name not in _PEERS)
+        work = work_of(compiled[passes], name, fused=name != _EAGER, placed=name not in _PEERS)
         yield name, work.with_blocks(_LAYERS)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from h3compile.ops.attention import ATTENTION
 from h3compile.plan.components import (
     AUDIO_VAE,
     COMPONENTS,
@@ -23,8 +25,8 @@ from h3compile.plan.memory import (
     usable,
 )
 from h3compile.plan.residency import Mode, Residency, spaced
-from h3compile.plan.work import ProgramWork, released
-from h3compile.targets import find_target
+from h3compile.plan.work import OWN_DENSE, ProgramWork, released
+from h3compile.targets import Target, find_target, targets
 
 CLIP = {"rows": 37_760, "video_rows": 37_296, "audio_rows": 414, "text_rows": 50, "timesteps": 2}
 PIXELS = 124 * 1344 * 768
@@ -190,3 +192,27 @@ def test_decoding_is_an_estimate_within_a_factor_of_two(
         "decode"
     ]
     assert published / 2 < seconds < published * 2
+
+
+def test_what_a_library_returns_lies_beside_what_is_placed() -> None:
+    """cuDNN's dense attention; on Hopper a kernel of ours takes the step's memory, SAGE's do everywhere."""
+    work = released("fuse")
+    result = 2 * work.attended * CLIP["rows"]
+
+    def workspace(work: ProgramWork, arch: str) -> int:
+        return memory_plan(work, CLIP, residency(work, 0), arch=arch).device["denoise"]["workspace"]
+
+    assert workspace(work, "sm_103a") - workspace(work, "sm_90a") == result
+    assert workspace(work, "") == workspace(work, "sm_103a")
+    assert workspace(released("exact"), "sm_90a") == workspace(released("exact"), "sm_103a")
+    sage = released("fp8,sage")
+    assert workspace(sage, "sm_103a") == workspace(sage, "sm_90a") < result
+
+
+@pytest.mark.parametrize(
+    "target", [one for one in targets().values() if one.kind == "cuda"], ids=lambda one: one.name
+)
+def test_who_computes_dense_attention_is_who_is_chosen(target: Target) -> None:
+    operands = [torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+    chosen = next(one for one in ATTENTION.providers if not one.refused(target.arch, operands, named=False))
+    assert chosen.library == ("attention.default" not in OWN_DENSE.get(target.arch, ()))
