@@ -22,6 +22,9 @@ from h3compile.targets import Target
 
 HEADS = 56
 LOOSE = 1.5  # how many times as far from float64 as the reference a kernel may be
+# Hopper's tensor cores sum FP8 products in fewer bits than the reference: 1.7 to 2.5 times as far, by depth,
+# and cuBLAS as far as ours (h200_elementwise.json).
+LOOSE_FP8 = 3.0
 OURS = ("triton", "gluon")
 
 
@@ -85,7 +88,12 @@ def operator_of(name: str) -> Operator:
 
 
 def called(
-    operator: Operator, provider: Provider, operands: tuple[Operand, ...], arch: str, rows: int
+    operator: Operator,
+    provider: Provider,
+    operands: tuple[Operand, ...],
+    arch: str,
+    rows: int,
+    bound: float = LOOSE,
 ) -> Ready:
     """A call of ``operator``; its error at both ends of its rows is in units of the reference's own."""
 
@@ -96,7 +104,7 @@ def called(
         found = dequantized(tuple(sampled(one, rows) for one in parts))  # type: ignore[misc]
         return distance(found, exact) / distance(dequantized(operator.reference(*part)), exact)
 
-    return Ready(lambda run: provider.launch(run, arch, *operands), error, LOOSE)
+    return Ready(lambda run: provider.launch(run, arch, *operands), error, bound)
 
 
 def default_provider(operator: Operator, arch: str, operands: tuple[Operand, ...]) -> Provider:
@@ -167,7 +175,7 @@ def linear_subjects(rows: int) -> Iterator[Subject]:
         case = next(case for case in linear_cases(own) if case.label.split()[0] == name)
         operator = operator_of(case.operator)
         provider = next(one for one in operator.providers if one.name == by)
-        return called(operator, provider, case.operands(device), arch, own)
+        return called(operator, provider, case.operands(device), arch, own, LOOSE_FP8)
 
     for number, name in enumerate(LINEARS):
         places = {"fuse": ((1, 4, 6, 8)[number],)}
