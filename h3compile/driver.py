@@ -46,10 +46,12 @@ from h3compile.models.checkpoint import (
     read_partition_config,
 )
 from h3compile.models.trace import parameter_shapes, trace
+from h3compile.ops.attention import ATTENTION
 from h3compile.pipeline.instruments import Dump, Report
 from h3compile.pipeline.manager import Manager, PassRun
 from h3compile.pipeline.registry import Registry
 from h3compile.pipeline.spelling import resolve
+from h3compile.plan.work import OWN_DENSE
 from h3compile.plan.work_of import activations_of
 from h3compile.program.printer import print_program
 from h3compile.program.program import Call, Program
@@ -376,7 +378,7 @@ class _Build:
             measures=program.measures,
             plan=plan_record(program),
             parallel=parallel_record(program),
-            activations=self._activations(program),
+            activations=self._activations(program, lowered),
             partitions=dict(partitions),
             passes=tuple(
                 PassRecord(spelled=run.spelled, tier=run.tier.value, matches=run.matches) for run in runs
@@ -392,15 +394,21 @@ class _Build:
             pending=lowered.pending,
         )
 
-    def _activations(self, program: Program) -> tuple[str, ...]:
-        lowers = self.backend.lowers
+    def _activations(self, program: Program, lowered: Lowered) -> tuple[str, ...]:
+        lowers, own = self.backend.lowers, self._own_dense(lowered)
         try:
-            return tuple(
-                map(str, activations_of(program, arch=self.target.arch, fused=lowers, placed=lowers))
-            )
+            return tuple(map(str, activations_of(program, own=own, fused=lowers, placed=lowers)))
         except ValueError as error:  # a plugin may have sizes of any form
             self._note(f"how much memory a forward needs is not known, and not checked by loads: {error}")
             return ()
+
+    def _own_dense(self, lowered: Lowered) -> tuple[str, ...]:
+        """Dense attention by a kernel of ours: as was chosen, or as will be where the target is."""
+        chosen = {name: by for one in lowered.artifacts.values() for name, by in one.providers.items()}
+        by = chosen.get(ATTENTION.name, self.config.providers.get("attention"))
+        if by is None:
+            return OWN_DENSE.get(self.target.arch, ())
+        return () if any(by == one.name and one.library for one in ATTENTION.providers) else (ATTENTION.name,)
 
     def _report(
         self,

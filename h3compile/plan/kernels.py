@@ -21,7 +21,7 @@ from h3compile.ops.attention import ATTENTION
 from h3compile.ops.operator import Operand
 from h3compile.ops.ring_attention import RING_ATTENTION
 from h3compile.plan.polynomial import Polynomial, total, undominated
-from h3compile.plan.work import OWN_DENSE, Kind, Piece, RegionWork
+from h3compile.plan.work import Kind, Piece, RegionWork
 from h3compile.program.facts import Dim
 from h3compile.program.propagate import propagate
 from h3compile.program.region import Region
@@ -96,14 +96,14 @@ def region_peak(
     tables: frozenset[str] = frozenset(),
     consumed: frozenset[str] = frozenset(),
     fused: bool = True,
-    arch: str | None = None,
+    own: Container[str] | None = None,
 ) -> tuple[Polynomial, ...]:
-    """`RegionWork.peak` alone, and where ``arch`` is given with `RegionWork.by_library` added.
+    """`RegionWork.peak` alone; where ``own`` is given, with what dense attention of other operators returns.
 
     No operator is asked for its cost, so any that has a shape will do.
     """
     kernels = _Kernels(propagate(region, dims), tables, consumed, fused, costs=False)
-    beside = Polynomial() if arch is None else kernels.attended(OWN_DENSE.get(arch, ()))
+    beside = Polynomial() if own is None else kernels.attended(own)
     return undominated(peak + beside for peak in kernels.live())
 
 

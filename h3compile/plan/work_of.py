@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import sympy  # type: ignore[import-untyped]
 
@@ -43,12 +43,13 @@ def work_of(program: Program, passes: str = "", *, fused: bool = True, placed: b
 
 
 def activations_of(
-    program: Program, *, arch: str = "", fused: bool = True, placed: bool = True
+    program: Program, *, own: Container[str] = (), fused: bool = True, placed: bool = True
 ) -> tuple[Polynomial, ...]:
     """Bytes that live at once in a forward of an outlined ``program``: the largest of these.
 
     By liveness, in its free lengths; weights and tables are left out. Of several ranks, those of one.
-    ``placed`` is that of `ProgramWork`; then what a library returns on ``arch`` lies beside the rest.
+    ``placed`` is that of `ProgramWork`; then what dense attention returns lies beside the rest, but of the
+    operators ``own``, which kernels of ours compute.
     """
     stages, values = execution_stages(program), _Values(program)
     peaks: dict[str, tuple[Polynomial, ...]] = {}
@@ -65,7 +66,7 @@ def activations_of(
                     tables=_table_ports(program, name),
                     consumed=_consumed_ports(program, name) if placed else frozenset(),
                     fused=fused,
-                    arch=arch if placed else None,
+                    own=own if placed else None,
                 )
             found += [held + peak for peak in peaks[name]]
     return undominated(found)

@@ -305,7 +305,7 @@ def test_what_a_build_records_of_activations_is_what_a_plan_counts(passes: str) 
     shapes = {**h3.RELEASE_CONFIG, "num_layers": 2}
     traced = trace(shapes, {name: h3.release_dtype(name) for name in parameter_shapes(shapes)})
     program, _ = Manager(resolve(passes, Registry.default())[0]).run(traced, resolve_target("h200"))
-    found = activations_of(program, arch="sm_90a")
+    found = activations_of(program, own=("attention.default",))
     sizes = {**CLIP, **{f"local_{name}": -(-size // 2) for name, size in CLIP.items()}}
     planned = activation_bytes(released("fuse"), CLIP, "step", "request")
     largest = max(polynomial.at(sizes) for polynomial in found)
