@@ -132,6 +132,7 @@ EXAMPLES = {
     "server_ranks": ("'the tide comes in': ", "'': 400 the prompt is empty", "the server ended with 0"),
     "ray_replicas": (),  # it needs Ray, and says so where that is missing
     "plan": ("| `rtx-4090` | BF16 | ", "| `8xb300` | fp8 | "),
+    "ranks_plan": ("| `h200` | BF16 | ", "| `b300` | fp8,sage | "),
 }
 
 

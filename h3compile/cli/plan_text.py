@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from h3compile.cli.console import facts, stdout, table
 from h3compile.plan.amounts import gib
+from h3compile.plan.collectives import split
 from h3compile.plan.plans import Plan
 
 __all__ = ["build_command", "build_note", "label", "print_frontiers", "print_plan", "sources"]
@@ -201,7 +202,9 @@ def build_command(plan: Plan, model: str | None) -> str:
     passes = plan.space.passes
     shards = plan.space.parallel.shards
     if shards > 1:
-        passes = ",".join(filter(None, (passes, f"sp(ulysses={shards})")))
+        degrees = zip(("ulysses", "ring"), split(plan.space.work.heads, shards), strict=True)
+        shared = ",".join(f"{name}={degree}" for name, degree in degrees if degree > 1)
+        passes = ",".join(filter(None, (passes, f"sp({shared})")))
     if residency.streamed:
         options = [f"resident={len(residency.resident)}", f"slots={residency.slots}"]
         if residency.mode != "local":

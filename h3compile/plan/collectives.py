@@ -5,6 +5,8 @@ The bytes are a rank's own: what it receives, and sends. Links carry both direct
 
 from __future__ import annotations
 
+import math
+
 from h3compile.errors import H3CompileError
 from h3compile.plan.polynomial import Sizes
 from h3compile.plan.work import ProgramWork
@@ -17,6 +19,7 @@ __all__ = [
     "output_bytes",
     "ring_bytes",
     "seconds",
+    "split",
     "ulysses_bytes",
 ]
 
@@ -37,17 +40,28 @@ def degrees(heads: int) -> tuple[int, ...]:
     return tuple(degree for degree in range(1, heads + 1) if heads % degree == 0)
 
 
-def ulysses_bytes(rows: float, attended: int, shards: int) -> float:
+def split(heads: int, shards: int, ring: int | None = None) -> tuple[int, int]:
+    """How many of ``shards`` share heads, and how many stretches go round: ``ring``, or as `sp` does."""
+    ulysses = math.gcd(heads, shards) if ring is None else shards // ring
+    return ulysses, shards // ulysses
+
+
+def ulysses_bytes(rows: float, attended: int, shards: int, ring: int = 1) -> float:
     """Bytes a rank exchanges in one block: 8 (S/P) W (P-1)/P for W channels of heads.
 
-    Queries, keys, values and the result, two bytes a channel; all but the share that stays.
+    Queries, keys, values and the result, two bytes a channel; all but the share that stays. Where ``ring``
+    stretches have ``shards`` / ``ring`` ranks each, S is what one of these has.
     """
-    return 4 * _BF16 * (rows / shards) * attended * (shards - 1) / shards
+    together = shards // ring
+    return 4 * _BF16 * (rows / shards) * attended * (together - 1) / together
 
 
-def ring_bytes(rows: float, attended: int, shards: int) -> float:
-    """Bytes a rank receives in one block when keys and values go round, or are gathered: 4 (S/P) W (P-1)."""
-    return 2 * _BF16 * (rows / shards) * attended * (shards - 1)
+def ring_bytes(rows: float, attended: int, shards: int, ring: int | None = None) -> float:
+    """Bytes a rank receives in one block when keys and values go round, or are gathered: 4 (S/P) W (R-1).
+
+    Of ``shards`` P ranks in a ``ring`` of R stretches, which is P unless some of them share heads.
+    """
+    return 2 * _BF16 * (rows / shards) * attended * ((shards if ring is None else ring) - 1)
 
 
 def gather_weights_bytes(block: float, shards: int) -> float:
@@ -70,18 +84,18 @@ def seconds(target: Target, moved: float, exchanges: int = 1) -> float:
     return moved / target.peer.rate.reached + exchanges * LATENCY
 
 
-def step_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int) -> dict[str, float]:
-    """What each call of a step adds when ``shards`` devices share its rows, by call name; by Ulysses.
+def step_seconds(
+    work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int | None = None
+) -> dict[str, float]:
+    """What each call of a step adds when ``shards`` devices share its rows, by call name; without rings.
 
-    Blocks exchange heads; the last call gathers the rows that leave. `H3CompileError` where the degree does
-    not divide the heads.
+    Blocks exchange heads; the last call gathers the rows that leave.
     """
     if shards == 1:
         return {}
-    if shards not in degrees(work.heads):
-        listed = ", ".join(map(str, degrees(work.heads)))
-        raise H3CompileError(f"{shards} devices cannot share {work.heads} heads", f"use one of {listed}")
     rows = sizes["rows"]
-    block = seconds(target, ulysses_bytes(rows, work.attended, shards), ULYSSES_EXCHANGES)
+    ulysses, ring = split(work.heads, shards, ring)
+    exchanges = ULYSSES_EXCHANGES if ulysses > 1 else 0
+    block = seconds(target, ulysses_bytes(rows, work.attended, shards, ring), exchanges)
     last = work.names("step")[-1]
     return dict.fromkeys(work.blocks, block) | {last: seconds(target, output_bytes(rows, shards))}

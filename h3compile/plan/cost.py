@@ -9,7 +9,7 @@ comment says; one is fitted to published figures, `_CONTENTION`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from h3compile.errors import H3CompileError
 from h3compile.plan import collectives
@@ -32,6 +32,7 @@ __all__ = [
     "piece_seconds",
     "region_seconds",
     "request_seconds",
+    "ring_turns",
     "step_seconds",
     "streamed_step_seconds",
 ]
@@ -53,6 +54,12 @@ _EAGER = 0.59
 # And what the preparation of SAGE's operands reaches in the block, bound by instructions: 3.63 TB/s of 4.17
 # (h200_passes.json).
 _PREPARE = 0.87
+
+# What a ring merges with, in PyTorch's own kernels: bytes a number and launches of a turn
+# (ops/ring_attention.py). No ring was measured on GPUs yet.
+_MERGED = 26
+_MERGE_LAUNCHES = 8
+_GOES_ROUND = ("attention.default", "aten.scaled_dot_product_attention")
 
 # What the tests of Skip-Softmax cost when nothing is skipped: 51.5 ms over 48.2 (h200_passes.json,
 # fp8,sage,skip); and the part of a tile's time that skipping saves, the exponentials and the second
@@ -146,13 +153,25 @@ def region_seconds(
 
 
 def call_seconds(
-    work: ProgramWork, target: Target, sizes: Sizes, *, shards: int = 1, skipped: float = 0.0
+    work: ProgramWork,
+    target: Target,
+    sizes: Sizes,
+    *,
+    shards: int = 1,
+    ring: int | None = None,
+    skipped: float = 0.0,
 ) -> dict[str, float]:
     """Seconds of every call of request and step by name, collectives included.
 
-    What is done once a request is done by every rank, whole.
+    What is done once a request is done by every rank, whole. Of ``shards`` ranks those share heads that can;
+    ``ring`` asks for so many stretches whose keys go round. `H3CompileError` where ranks that share no
+    heads would have to pass keys round, and the attention is one that cannot.
     """
-    extra = collectives.step_seconds(work, target, sizes, shards)
+    extra = collectives.step_seconds(work, target, sizes, shards, ring)
+    _, stretches = collectives.split(work.heads, shards, ring)
+    if stretches > 1:
+        longer = _ring_seconds(work, target, sizes, shards, stretches)
+        extra |= {name: extra[name] + longer for name in work.blocks}
     found: dict[str, float] = {}
     for call in work.stage("request", "step"):
         part = shards if call.stage == "step" else 1
@@ -161,11 +180,51 @@ def call_seconds(
     return found
 
 
+def ring_turns(
+    work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int
+) -> tuple[float, float]:
+    """Seconds that a turn of a ring multiplies and merges in a block, and that the next stretch travels.
+
+    `H3CompileError` where the attention is one that cannot have keys in parts.
+    """
+    dense = _attention(work)
+    if dense.operator not in _GOES_ROUND:
+        raise H3CompileError(
+            f"{shards} GPUs cannot share {work.heads} heads, and {dense.operator} takes no keys in parts",
+            "use a number of them that divides the heads, or leave that pass out",
+        )
+    product = piece_seconds(replace(dense, operator="ring_attention.default"), target, sizes, shards=shards)
+    numbers = sizes["rows"] / shards * work.attended  # of queries, which a rank has of its heads
+    merge = _MERGED * numbers / (target.rate("bandwidth").reached * _EAGER)
+    merge += _MERGE_LAUNCHES * target.launch_seconds
+    coming = collectives.ring_bytes(sizes["rows"], work.attended, shards, ring) / (ring - 1)
+    return product / ring + merge, collectives.seconds(target, coming)
+
+
+def _attention(work: ProgramWork) -> Piece:
+    pieces = work.regions[work.call(work.blocks[0]).region].pieces
+    (found,) = (piece for piece in pieces if piece.kind == "attention")
+    return found
+
+
+def _ring_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int) -> float:
+    """What a block takes longer when keys go round than when they do not, exchanges of heads left out."""
+    turn, coming = ring_turns(work, target, sizes, shards, ring)
+    alone = piece_seconds(_attention(work), target, sizes, shards=shards)
+    return (ring - 1) * max(turn, coming) + turn - alone
+
+
 def step_seconds(
-    work: ProgramWork, target: Target, sizes: Sizes, *, shards: int = 1, skipped: float = 0.0
+    work: ProgramWork,
+    target: Target,
+    sizes: Sizes,
+    *,
+    shards: int = 1,
+    ring: int | None = None,
+    skipped: float = 0.0,
 ) -> float:
-    """Seconds of one forward with all weights on the device."""
-    calls = call_seconds(work, target, sizes, shards=shards, skipped=skipped)
+    """Seconds of one forward with all weights on the device, shared as `call_seconds` has it."""
+    calls = call_seconds(work, target, sizes, shards=shards, ring=ring, skipped=skipped)
     return sum(calls[name] for name in work.names("step"))
 
 

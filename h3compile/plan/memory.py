@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from h3compile.plan.collectives import split
 from h3compile.plan.components import Component, Phase, host_bytes
 from h3compile.plan.cost import Parallel, local_sizes
 from h3compile.plan.polynomial import Sizes
@@ -203,8 +204,14 @@ def _cold(work: ProgramWork) -> int:
 
 
 def _exchanged(work: ProgramWork, sizes: Sizes, shards: int) -> int:
-    """What is sent and received of one all-to-all lives at once: queries, keys and values, twice."""
-    return round(2 * 3 * sizes["rows"] / shards * work.attended * _BF16)
+    """What exchanges hold: queries, keys and values, sent and received at once; of a ring, what it merges.
+
+    A ring has two stretches of keys and values, three results in FP32 and one in BF16.
+    """
+    ulysses, ring = split(work.heads, shards)
+    heads = 2 * 3 * _BF16 if ulysses > 1 else 0
+    turns = 2 * 2 * _BF16 + 3 * 4 + _BF16 if ring > 1 else 0
+    return round((heads + turns) * sizes["rows"] / shards * work.attended)
 
 
 def _tenant_bytes(tenants: Iterable[Component], phase: Phase, pixels: int) -> int:

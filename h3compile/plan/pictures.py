@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
 
+    from h3compile.plan.block import BlockSpan
     from h3compile.plan.plans import Plan
     from h3compile.plan.simulate import Span
 
-__all__ = ["SUFFIXES", "draw_frontier", "draw_memory", "draw_plan", "draw_step", "save"]
+__all__ = ["SUFFIXES", "draw_blocks", "draw_frontier", "draw_memory", "draw_plan", "draw_step", "save"]
 
 SUFFIXES = (".svg", ".png")
 
@@ -34,6 +35,7 @@ _LIMIT = "#b04a3a"
 _RESIDENT = "#52606d"
 _OTHER = "#a9b4c0"
 _COLORS = ("#2f6f8f", "#e08e36", "#6a994e", "#8a5a9e")
+_BLOCK_COLORS = ("#2f6f8f", "#e08e36", "#8a5a9e", "#6a994e", "#52606d", "#d4b73f")
 _LANES: Mapping[Stream, str] = {
     "compute": "kernels",
     "copy": "host to device",
@@ -326,4 +328,44 @@ def _step_legend(figure: FigureBase, plan: Plan) -> None:
         entries.append(("resident block", _RESIDENT))
     entries += [("first and last region", _OTHER), ("idle", _IDLE)]
     handles = [Patch(color=color, label=label) for label, color in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.2)
+
+
+def draw_blocks(blocks: Mapping[str, Sequence[BlockSpan]], title: str) -> Figure:
+    """One block of one rank under each of several ways to share it: kernels, and what is exchanged."""
+    longest = 1e3 * max(span.end for spans in blocks.values() for span in spans)
+    with _figure(10, 1.3 + 0.85 * len(blocks)) as figure:
+        axes = figure.add_subplot()
+        kinds = list(dict.fromkeys(span.what for spans in blocks.values() for span in spans))
+        ticks: dict[float, str] = {}
+        for place, (name, spans) in enumerate(blocks.items()):
+            for row, lane in ((2.5 * place, "kernels"), (2.5 * place + 1, "exchange")):
+                ticks[row] = name if lane == "kernels" else "exchange"
+                for span in (one for one in spans if one.lane == lane):
+                    axes.barh(
+                        row,
+                        1e3 * (span.end - span.start),
+                        left=1e3 * span.start,
+                        height=0.8,
+                        color=_BLOCK_COLORS[kinds.index(span.what) % len(_BLOCK_COLORS)],
+                        edgecolor="white",
+                        linewidth=0.5,
+                    )
+            whole = 1e3 * max(span.end for span in spans)
+            axes.text(whole + longest / 150, 2.5 * place, f"{whole:.2f} ms", va="center", fontweight="bold")
+        axes.set_ylim(max(ticks) + 0.6, -0.6)
+        axes.set_yticks(list(ticks), list(ticks.values()))
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.set_xlim(0, longest * 1.1)
+        axes.set_xlabel("milliseconds since the block began")
+        axes.set_title(title)
+        _block_legend(figure, kinds)
+    return figure
+
+
+def _block_legend(figure: FigureBase, kinds: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=_BLOCK_COLORS[i % len(_BLOCK_COLORS)], label=kind) for i, kind in enumerate(kinds)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.2)

@@ -188,18 +188,13 @@ class Planner:
         """How the devices may share: ranks of one clip, and clips at once; only what nears the fastest."""
         question, work = self.question, next(iter(self.variants.values()))
         count, heads, target = question.node.count, work.heads, question.node.target
-        possible = degrees(heads)
-        if question.objective == "latency" and count not in possible:
-            below = [degree for degree in possible if degree < count]
-            raise H3CompileError(
-                f"{count} GPUs cannot share the {heads} heads of one clip evenly",
-                f"use {', '.join(map(str, below))}, or --throughput for {count} clips at once",
-            )
         whole = question.objective == "throughput"
+        if not whole and count not in degrees(heads):
+            self._require_ring(work, count)
         steps = {
             shards: step_seconds(work, target, question.clip.dims, shards=shards)
             / (count // shards if whole else 1)
-            for shards in possible
+            for shards in ({*degrees(heads)} if whole else {*degrees(heads), count})
             if count % shards == 0
         }
         found = []
@@ -211,6 +206,21 @@ class Planner:
                 # Groups that make different clips in step can gather weights from each other.
                 found.append((Parallel(shards, count), count // shards))
         return found
+
+    def _require_ring(self, work: ProgramWork, count: int) -> None:
+        """Raises `H3CompileError` unless ``count`` devices can pass keys round; leaves out what cannot."""
+        question = self.question
+        for passes, other in list(self.variants.items()):
+            try:
+                step_seconds(other, question.node.target, question.clip.dims, shards=count)
+            except H3CompileError as error:
+                if other is not work:
+                    del self.variants[passes]
+                    self.left_out.append(f"{passes} is left out: {error.cause}")
+                    continue
+                below = ", ".join(str(degree) for degree in degrees(work.heads) if degree < count)
+                mend = f"use {below} of them, leave that pass out, or --throughput for {count} clips at once"
+                raise H3CompileError(error.cause, mend) from error
 
     def _candidates(self, passes: str, placements: Placements) -> dict[Candidate, Space]:
         key = passes, placements

@@ -108,6 +108,16 @@ def test_several_gpus_are_one_node(h3compile) -> None:  # type: ignore[no-untype
     assert "sp(ulysses=2)" in text.stdout and "--gpus 2" in text.stdout
 
 
+def test_a_number_that_shares_no_heads_is_a_ring(h3compile) -> None:  # type: ignore[no-untyped-def]
+    for count, passes in (("3", "sp(ring=3)"), ("6", "sp(ulysses=2,ring=3)")):
+        text: Result = h3compile("plan", "--target", "b300", "--gpus", count, "--slowdown", "2%")
+        assert passes in text.stdout and f"--gpus {count}" in text.stdout
+    without: Result = h3compile("plan", "--target", "b300", "--gpus", "3", "--allow", "sage")
+    assert "sage is left out: 3 GPUs cannot share 56 heads" in without.stdout
+    clips: Result = h3compile("plan", "--target", "b300", "--gpus", "3", "--throughput", "--slowdown", "2%")
+    assert "1 GPU a clip, 3 clips at once" in clips.stdout
+
+
 def test_a_target_file_is_a_target(h3compile, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from h3compile.targets import find_target, write_target
 
@@ -140,9 +150,9 @@ def test_a_target_file_is_a_target(h3compile, tmp_path: Path) -> None:  # type: 
         (("--target", "h200", "--seconds", "20"), "20 s: H3 makes clips of 5 to 15 s"),
         (("--target", "h200", "--size", "1340x768"), "width 1340 is not a multiple of 32: 1344 is near"),
         (
-            ("--target", "b300", "--gpus", "3"),
-            "3 GPUs cannot share the 56 heads of one clip evenly: use 1, 2, or --throughput for 3 clips "
-            "at once",
+            ("--target", "b300", "--gpus", "3", "--passes", "sage"),
+            "3 GPUs cannot share 56 heads, and sage_attention.default takes no keys in parts: use 1, 2 of "
+            "them, leave that pass out, or --throughput for 3 clips at once",
         ),
         (("--target", "2xb300", "--gpus", "3"), "--target 2xb300 and --gpus 3 differ: give one of them"),
         (("--target", "h200", "--gpus", "0"), "--gpus 0: give at least 1"),

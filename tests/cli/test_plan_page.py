@@ -1,4 +1,4 @@
-"""The page "Which card, which plan" says what the planner says; rates that change ask for a new page."""
+"""Pages with predictions say what the planner says; rates that change ask for new pages."""
 
 from __future__ import annotations
 
@@ -39,10 +39,18 @@ def test_the_plan_that_is_shown_is_what_is_printed(h3compile) -> None:  # type: 
     [
         ("--target", "rtx-4090", "--seconds", "15", "--hbm", "6GiB"),
         ("--target", "rtx-4090", "--slowdown", "2%", "--host", "16GiB"),
-        ("--target", "b300", "--gpus", "3"),
+        ("--target", "b300", "--gpus", "3", "--passes", "sage"),
     ],
 )
 def test_the_errors_that_are_shown_are_what_is_printed(options: tuple[str, ...], h3compile) -> None:  # type: ignore[no-untyped-def]
     done = h3compile("plan", *options)
     assert done.exit_code == 1
     assert f"$ h3compile plan {' '.join(options)}\n{done.stderr}" in PAGE.read_text("utf-8")
+
+
+def test_the_steps_of_several_gpus_are_those_of_the_cost_model() -> None:
+    names = runpy.run_path(str(ROOT / "examples" / "ranks_plan.py"))
+    lines = (ROOT / "docs" / "parallel.md").read_text("utf-8").splitlines()
+    for target in names["TARGETS"]:
+        for passes in names["PASSES"]:
+            assert names["row"](target, passes) in lines, "run `python examples/ranks_plan.py docs`"

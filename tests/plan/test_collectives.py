@@ -51,9 +51,28 @@ def test_a_step_exchanges_in_blocks_and_gathers_at_its_end() -> None:
     assert added["block.1"] == pytest.approx(moved / target.peer.rate.reached + 2 * collectives.LATENCY)
 
 
-def test_degrees_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(H3CompileError, match="3 devices cannot share 56 heads"):
-        collectives.step_seconds(released("fuse"), find_target("b300"), CLIP, 3)
+@pytest.mark.parametrize(
+    ("shards", "ring", "both"),
+    [
+        (8, None, (8, 1)),
+        (3, None, (1, 3)),
+        (6, None, (2, 3)),
+        (16, None, (8, 2)),
+        (8, 4, (2, 4)),
+        (8, 8, (1, 8)),
+    ],
+)
+def test_who_cannot_share_heads_is_a_ring(shards: int, ring: int | None, both: tuple[int, int]) -> None:
+    assert collectives.split(56, shards, ring) == both
+
+
+def test_a_mixed_exchange_is_the_sum_of_its_formulas() -> None:
+    """4 (S/P) 7168 (R-1) go round in R stretches, 8 (S/P) 7168 (U-1)/U are exchanged by U ranks."""
+    rows = CLIP["rows"]
+    assert collectives.ring_bytes(rows, 7168, 8, 4) == 4 * (rows / 8) * 7168 * 3
+    assert collectives.ulysses_bytes(rows, 7168, 8, 4) == 8 * (rows / 8) * 7168 / 2
+    alone = collectives.step_seconds(released("fuse"), find_target("b300"), CLIP, 3)
+    assert alone["block.0"] == 0  # a ring exchanges no heads
 
 
 def test_a_target_alone_has_nobody_to_talk_to() -> None:

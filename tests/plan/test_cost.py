@@ -119,6 +119,33 @@ def test_several_devices_are_faster_by_less_than_their_number() -> None:
     assert alone / 8 < shared < alone / 5
 
 
+def test_a_ring_costs_its_merges_where_the_link_is_fast_and_its_transfers_where_it_is_not() -> None:
+    work, target = released("fuse"), find_target("b300")
+    heads, ring, both = (
+        call_seconds(work, target, CLIP, shards=8, ring=ring)["block.3"] for ring in (1, 8, 2)
+    )
+    assert heads < both < ring < 1.3 * heads
+    assert target.peer is not None
+    slow = replace(target, peer=Link("pcie", Rate(1e9, 1.0, "made up")))
+    waiting = call_seconds(work, slow, CLIP, shards=8, ring=8)["block.3"]
+    # Nothing hides behind a product that short: seven stretches of keys and values, one after the other.
+    travel = 4 * CLIP["rows"] / 8 * 7168 * 7 / 1e9
+    assert travel < waiting < travel + ring
+
+
+def test_ranks_that_cannot_share_heads_pass_keys_round_if_the_attention_can() -> None:
+    target = find_target("b300")
+    three = step_seconds(released("fuse"), target, CLIP, shards=3)
+    assert three == step_seconds(released("fuse"), target, CLIP, shards=3, ring=3)
+    assert step_seconds(released("fuse"), target, CLIP, shards=4) < three
+    assert three < step_seconds(released("fuse"), target, CLIP, shards=2)
+    for passes in ("sage", "fp8,skip"):
+        with pytest.raises(
+            H3CompileError, match=r"3 GPUs cannot share 56 heads, and .*attention.* no keys in parts"
+        ):
+            step_seconds(released(passes), target, CLIP, shards=3)
+
+
 def small(count: int = 4) -> ProgramWork:
     return released("exact").with_blocks(count)
 

@@ -234,9 +234,18 @@ def test_a_plan_that_fits_and_is_too_slow_says_how_slow() -> None:
 
 
 def test_heads_are_not_cut() -> None:
+    """Three devices pass keys of one clip round, which SAGE cannot; or they make three clips."""
     node = Node(find_target("b300"), 3)
-    with pytest.raises(H3CompileError, match="3 GPUs cannot share the 56 heads"):
-        Planner(Question(node))
+    plan = Planner(Question(node)).fastest()
+    assert plan is not None and plan.space.parallel.shards == 3
+    with pytest.raises(H3CompileError, match="3 GPUs cannot share 56 heads"):
+        Planner(Question(node, passes="sage"))
+    allowed = Planner(Question(node, allow=("fp8", "sage")))
+    assert list(allowed.variants) == ["", "fp8"]
+    assert [text.partition(":")[0] for text in allowed.left_out] == [
+        "sage is left out",
+        "fp8,sage is left out",
+    ]
     assert Planner(Question(node, objective="throughput", components="elsewhere")).fastest() is not None
 
 
