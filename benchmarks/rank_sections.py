@@ -84,13 +84,13 @@ def emptied(rank: Rank) -> Iterator[None]:
 # --- predictions ---
 
 
-def predicted_ms(rank: Rank, name: str, passes: str, layers: int, canvas: str) -> float | None:
-    """Of `h3compile.plan`; it knows no ring."""
-    if "ring" in name:
-        return None
+def predicted_ms(rank: Rank, name: str, passes: str, layers: int, canvas: str) -> float:
+    """Of `h3compile.plan`."""
     sizes, degree = rank.sizes(canvas), degree_of(name, rank.options.ranks)
     work = released(passes).with_blocks(layers)
-    seconds = step_seconds(work, rank.target, sizes, shards=degree)
+    around = name.rpartition("ring=")[2]
+    ring = int(around) if around.isdigit() else None
+    seconds = step_seconds(work, rank.target, sizes, shards=degree, ring=ring)
     if "exchange=fp8" in name:
         sent = collectives.ulysses_bytes(sizes["rows"], work.attended, degree)
         # 132 bytes where 256 went.
