@@ -31,12 +31,13 @@ class Dlo(Pass):
     Without ``resident`` the fastest plan that fits the target's memory is taken, or ``hbm`` of it, such as
     ``12GiB``. ``slots`` is 2 where blocks are streamed. ``place`` says which blocks stay: ``spaced`` evenly
     over the step, or the ``prefix``. ``mode=allgather`` has every rank hold a shard of each block, gathered
-    in ``pieces`` parts.
+    in ``pieces`` parts; without a mode blocks come from the rank's own memory (``local``), or as is faster
+    where the plan is chosen.
     """
 
     resident: int | None = None
     slots: int | None = None
-    mode: str = "local"
+    mode: str | None = None
     place: str = "spaced"
     pieces: int = 1
     hbm: str | None = None
@@ -47,7 +48,7 @@ class Dlo(Pass):
     after: ClassVar[tuple[str, ...]] = ("fold-schedule", "fp8", "fuse", "hoist", "sage", "skip", "sp")
 
     def __post_init__(self) -> None:
-        if self.mode not in _MODES:
+        if self.mode is not None and self.mode not in _MODES:
             raise ValueError(f"mode is {self.mode!r}, and must be one of {', '.join(_MODES)}")
         if self.place not in _PLACES:
             raise ValueError(f"place is {self.place!r}, and must be one of {', '.join(_PLACES)}")
@@ -67,7 +68,8 @@ class Dlo(Pass):
 
     def apply(self, program: Program, target: Target) -> Rewrite:
         if self.resident is None:
-            residency = automatic(program, target, _MODES[self.mode], self.hbm)
+            modes = tuple(_MODES.values()) if self.mode is None else (_MODES[self.mode],)
+            residency = automatic(program, target, modes, self.hbm)
         else:
             residency = self._asked(streamable(program), self.resident)
         kept = frozenset(residency.resident)
@@ -79,7 +81,7 @@ class Dlo(Pass):
         if slots is None:
             slots = SLOTS if resident < len(blocks) else 0
         kept = _PLACES[self.place](blocks, resident)
-        return Residency(blocks, kept, slots, _MODES[self.mode], self.pieces)
+        return Residency(blocks, kept, slots, _MODES[self.mode or "local"], self.pieces)
 
 
 def streamable(program: Program) -> tuple[str, ...]:
@@ -90,12 +92,14 @@ def streamable(program: Program) -> tuple[str, ...]:
     )
 
 
-def automatic(program: Program, target: Target, mode: Mode, hbm: str | None) -> Residency:
+def automatic(program: Program, target: Target, modes: tuple[Mode, ...], hbm: str | None) -> Residency:
     """The fastest plan for a device that fits its memory, or ``hbm`` of it; with `sp` that of one rank."""
-    if mode != "local":
-        raise BuildError(f"dlo chooses for one device, which has no mode={mode}", "add resident=N")
+    ranks = program.parallel.ranks if program.parallel is not None else 1
+    if ranks == 1 and "local" not in modes:
+        raise BuildError(f"mode={modes[0]} is of several ranks, and there is one", "add sp(ranks=N)")
     # What they cost is of no use to a program that says how many blocks stay.
     from h3compile.plan.choose import fastest_residency
     from h3compile.plan.work_of import work_of
 
-    return fastest_residency(work_of(program), target, hbm=None if hbm is None else parse_bytes(hbm))
+    budget = None if hbm is None else parse_bytes(hbm)
+    return fastest_residency(work_of(program), target, ranks=ranks, modes=modes, hbm=budget)

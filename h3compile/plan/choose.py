@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from h3compile.plan.cost import Parallel
 from h3compile.plan.memory import usable
 from h3compile.plan.planner import PLACEMENTS, Planner, Question, tenants
 from h3compile.plan.plans import Plan
-from h3compile.plan.residency import Residency
+from h3compile.plan.residency import Mode, Residency
 from h3compile.plan.shapes import Clip
 from h3compile.plan.shortage import shortage
 from h3compile.plan.space import Space
@@ -16,15 +17,28 @@ __all__ = ["fastest_residency", "plan_of"]
 
 
 def fastest_residency(
-    work: ProgramWork, target: Target, *, hbm: int | None = None, clip: Clip | None = None
+    work: ProgramWork,
+    target: Target,
+    *,
+    ranks: int = 1,
+    modes: tuple[Mode, ...] = ("local", "allgather"),
+    hbm: int | None = None,
+    clip: Clip | None = None,
 ) -> Residency:
     """That of the fastest plan of ``work`` on one ``target``, in ``hbm`` bytes of it or all there are.
 
-    Planned for ``clip``, 1344x768 and 124 frames unless said. `H3CompileError` where nothing fits, and where
-    the target does not say how fast it is.
+    Planned for ``clip``, 1344x768 and 124 frames unless said. ``work`` is that of one of ``ranks``, which can
+    gather blocks from each other if ``modes`` allow it. `H3CompileError` where nothing fits, and where the
+    target does not say how fast it is.
     """
     question = Question(
-        Node(target, 1), clip or Clip(), passes=work.passes, hbm=hbm, work=lambda passes: work
+        Node(target, ranks),
+        clip or Clip(),
+        passes=work.passes,
+        hbm=hbm,
+        work=lambda passes: work,
+        parallel=Parallel(1, ranks),
+        modes=modes,
     )
     planner = Planner(question)
     found = planner.fastest()

@@ -14,6 +14,7 @@ from h3compile.plan.components import AUDIO_VAE, TEXT_ENCODER, VIDEO_VAE, Compon
 from h3compile.plan.cost import Parallel, step_seconds
 from h3compile.plan.memory import usable
 from h3compile.plan.plans import Plan, checked
+from h3compile.plan.residency import Mode
 from h3compile.plan.search import Candidate, fastest, frontier, smallest
 from h3compile.plan.shapes import Clip
 from h3compile.plan.space import Space
@@ -56,6 +57,8 @@ class Question:
             on the devices while they work, streamed there by layers (the encoder first), elsewhere.
         objective: what is to be short.
         work: what the program has to do under given passes; that of the released model unless said.
+        parallel: how the devices share, where that is settled.
+        modes: how streamed blocks may come to several devices.
     """
 
     node: Node
@@ -67,6 +70,8 @@ class Question:
     components: Placement | None = None
     objective: Objective = "latency"
     work: Callable[[str], ProgramWork] = released
+    parallel: Parallel | None = None
+    modes: tuple[Mode, ...] = ("local", "allgather")
 
     def __post_init__(self) -> None:
         for name in self.allow:
@@ -187,6 +192,8 @@ class Planner:
     def _sharings(self) -> list[tuple[Parallel, int]]:
         """How the devices may share: ranks of one clip, and clips at once; only what nears the fastest."""
         question, work = self.question, next(iter(self.variants.values()))
+        if question.parallel is not None:
+            return [(question.parallel, 1)]
         count, heads, target = question.node.count, work.heads, question.node.target
         whole = question.objective == "throughput"
         if not whole and count not in degrees(heads):
@@ -240,6 +247,7 @@ class Planner:
                         replicas=replicas,
                         together=replicas if whole else 1,
                         tenants=tenants(placements, question.node.count),
+                        modes=question.modes,
                     )
                 ]
                 for candidate in space.candidates()

@@ -86,6 +86,8 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
 
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
     """More of the same; each of them takes memory of the host for itself."""
+    if question.parallel is not None:
+        return
     node = question.node
     if node.target.peer is not None:
         for count in (2, 4, 8):

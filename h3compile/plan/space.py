@@ -52,6 +52,7 @@ class Space:
     ``passes`` made the program, as `--passes` takes them.
     ``replicas`` groups of ``parallel.shards`` devices each make a clip at the same time. ``together`` is for
     how many clips a step counts: it is seconds of the node for one of them. ``tenants`` share the device.
+    ``modes`` are those that streamed blocks may come in, where there are several devices.
     """
 
     work: ProgramWork
@@ -62,6 +63,7 @@ class Space:
     replicas: int = 1
     together: int = 1
     tenants: Sequence[Component] = ()
+    modes: tuple[Mode, ...] = ("local", "allgather")
     _loads: dict[tuple[Mode, int], tuple[Load, Load]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -71,7 +73,7 @@ class Space:
 
     def residencies(self) -> Iterator[Residency]:
         """Every one there is, that of all blocks first; the only one where the host has the same memory."""
-        found = _residencies(self.work.blocks, self.parallel.ranks > 1)
+        found = _residencies(self.work.blocks, self.modes if self.parallel.ranks > 1 else ("local",))
         return iter(found[:1] if self.unified else found)
 
     @property
@@ -141,11 +143,9 @@ class Space:
 
 
 @cache
-def _residencies(blocks: tuple[str, ...], shared: bool) -> tuple[Residency, ...]:
-    """Those of every space with these blocks, whose devices can gather from each other when ``shared``."""
-    ways: list[tuple[Mode, int]] = [("local", 1)]
-    if shared:
-        ways += [("allgather", pieces) for pieces in PIECES]
+def _residencies(blocks: tuple[str, ...], modes: tuple[Mode, ...]) -> tuple[Residency, ...]:
+    """Those of every space with these blocks, which come in these ``modes``."""
+    ways = [(mode, pieces) for mode in modes for pieces in (PIECES if mode == "allgather" else (1,))]
     found = [Residency(blocks, blocks, 0)]
     for mode, pieces in ways:
         for slots in SLOTS:

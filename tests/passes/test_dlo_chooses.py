@@ -18,6 +18,7 @@ from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.manager import Manager
 from h3compile.plan.choose import fastest_residency
 from h3compile.plan.memory import activation_bytes
+from h3compile.plan.residency import Mode, Residency
 from h3compile.plan.shapes import Clip
 from h3compile.plan.work import released
 from h3compile.plan.work_of import work_of
@@ -58,9 +59,28 @@ def test_a_target_that_does_not_say_how_fast_it_is_is_refused(program: Program) 
         Dlo().apply(program, find_target("cpu"))
 
 
-def test_it_chooses_for_one_device(program: Program) -> None:
-    with pytest.raises(BuildError, match="dlo chooses for one device, which has no mode=allgather"):
+def test_one_device_gathers_from_nobody(program: Program) -> None:
+    with pytest.raises(BuildError, match="mode=allgather is of several ranks, and there is one"):
         Dlo(mode="allgather").apply(program, find_target("b300"))
+
+
+def test_where_blocks_come_from_is_chosen_too() -> None:
+    """On a small canvas a rank's own link is too slow for whole blocks, and not for an eighth of each."""
+    work, target, small = released(), find_target("b300"), Clip(480, 256)
+
+    def chosen(*modes: Mode, ranks: int = 8) -> Residency:
+        return fastest_residency(work, target, ranks=ranks, modes=modes, hbm=8 * GIB, clip=small)
+
+    assert chosen("local", "allgather") == chosen("allgather") != chosen("local")
+    assert chosen("allgather").mode == "allgather" and chosen("local").mode == "local"
+    assert chosen("local", "allgather", ranks=1).mode == "local"
+
+
+def test_a_mode_that_is_asked_for_is_kept(program: Program) -> None:
+    target = find_target("rtx-4090")
+    shared = SequenceParallel(ulysses=2).apply(program, target).program
+    found = Dlo(mode="allgather", hbm="1.5GiB").apply(shared, target).program.residency
+    assert found is not None and (found.mode == "allgather" or not found.streamed)
 
 
 def test_with_ranks_it_chooses_for_one_of_them(program: Program) -> None:
@@ -68,7 +88,7 @@ def test_with_ranks_it_chooses_for_one_of_them(program: Program) -> None:
     shared = SequenceParallel(ulysses=2).apply(program, target).program
     assert shared.parallel is not None
     # Of a rank is half of every activation, so a budget holds more.
-    budget = "1GiB"
+    budget = "2GiB"
     alone, rank = (Dlo(hbm=budget).apply(p, target).program.residency for p in (program, shared))
     assert alone is not None and rank is not None
     assert len(rank.resident) >= len(alone.resident)
