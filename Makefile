@@ -19,11 +19,11 @@ demo: $(STAMP)
 
 # Two workers on two cores; every file stays on one worker so that its fixtures are built once.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 # Slow tests and matrices whole, of which `test` takes a quarter, by the commit: less than an hour.
 everything: $(STAMP)
-	H3COMPILE_SHARD=all OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+	H3COMPILE_SHARD=all OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 # mypy cannot see setuptools' package-dir mapping: a link tree shows it the installed layout.
 typing:
