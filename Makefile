@@ -21,7 +21,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
-# Slow tests and matrices whole, of which `test` takes a quarter, by the commit: less than an hour.
+# Slow tests and matrices whole, of which `test` takes a fifth, by the commit: less than an hour.
 everything: $(STAMP)
 	H3COMPILE_SHARD=all OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -19,7 +19,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 # Of tests that are slow, or many of a kind, a run without a GPU takes one in so many; another commit, others.
-SHARDS = 4
+SHARDS = 5
 SHARDED = ("slow", "matrix")
 
 
