@@ -5,7 +5,7 @@
     python benchmarks/ranks.py --out results --width tiny --deep-layers 6 --ranks 2    # all of it, on a CPU
 
 It starts its own processes: one GPU each first builds engines of two layers from a random checkpoint, which
-`dlo.deepened` makes as deep as asked; then the ranks of every section run together. A section that fails or
+`deepen.py` makes as deep as asked; then the ranks of every section run together. A section that fails or
 hangs costs the others nothing. All is written to ranks_N.json; the frontier of streaming is drawn.
 """
 
