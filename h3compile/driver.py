@@ -196,6 +196,12 @@ class _Build:
         output = self.config.output or Path(f"{_stem(self.config.model)}.h3e")
         with EngineWriter(output, overwrite=self.config.overwrite) as writer:
             for path in writer.leftovers():
+                if path.suffix == ".previous":
+                    self._note(
+                        f"{path} is the engine that a build was replacing when it was killed: rename it "
+                        "back, or remove it where you have a newer one"
+                    )
+                    continue
                 self._note(
                     f"{path} is left of a build that was killed: remove it, if no other machine writes it"
                 )
@@ -404,11 +410,13 @@ class _Build:
 
     def _own_dense(self, lowered: Lowered) -> tuple[str, ...]:
         """Dense attention by a kernel of ours: as was chosen, or as will be where the target is."""
-        chosen = {name: by for one in lowered.artifacts.values() for name, by in one.providers.items()}
-        by = chosen.get(ATTENTION.name, self.config.providers.get("attention"))
-        if by is None:
+        chosen = {one.providers.get(ATTENTION.name) for one in lowered.artifacts.values()} - {None}
+        if not chosen and "attention" in self.config.providers:
+            chosen = {self.config.providers["attention"]}
+        if not chosen:
             return OWN_DENSE.get(self.target.arch, ())
-        return () if any(by == one.name and one.library for one in ATTENTION.providers) else (ATTENTION.name,)
+        libraries = {one.name for one in ATTENTION.providers if one.library}
+        return () if chosen & libraries else (ATTENTION.name,)
 
     def _report(
         self,

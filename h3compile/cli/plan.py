@@ -128,7 +128,7 @@ def plan(
         objective="throughput" if throughput else "latency",
     )
     planner = Planner(question)
-    notes += planner.left_out
+    notes += planner.notes
     if hbm is None and share is None:
         _print_all(planner, notes, as_json=as_json, output=output)
         return

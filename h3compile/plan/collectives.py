@@ -14,6 +14,7 @@ from h3compile.targets import Target
 
 __all__ = [
     "LATENCY",
+    "RING_HOLDS",
     "degrees",
     "gather_weights_bytes",
     "output_bytes",
@@ -28,6 +29,9 @@ __all__ = [
 LATENCY = 30e-6
 
 _BF16 = 2
+# What a ring holds of its queries' numbers over what they are in BF16: two stretches of keys and values, four
+# results in FP32 that are merged, and the last one in BF16 (ops/ring_attention.py): 26 bytes.
+RING_HOLDS = 13
 # Exchanges of a block: queries, keys and values together, then the attention's result.
 ULYSSES_EXCHANGES = 2
 # What leaves the model a row: 96 video channels in FP32, with 32 of audio; the whole row would be 10,752
@@ -42,8 +46,15 @@ def degrees(heads: int) -> tuple[int, ...]:
 
 def split(heads: int, shards: int, ring: int | None = None) -> tuple[int, int]:
     """How many of ``shards`` share heads, and how many stretches go round: ``ring``, or as `sp` does."""
-    ulysses = math.gcd(heads, shards) if ring is None else shards // ring
-    return ulysses, shards // ulysses
+    if ring is None:
+        ulysses = math.gcd(heads, shards)
+        return ulysses, shards // ulysses
+    ulysses, rest = divmod(shards, ring)
+    if rest or heads % ulysses:
+        raise H3CompileError(
+            f"{shards} ranks with {heads} heads are no ring of {ring}", "use degrees that divide both"
+        )
+    return ulysses, ring
 
 
 def ulysses_bytes(rows: float, attended: int, shards: int, ring: int = 1) -> float:

@@ -190,10 +190,12 @@ def ring_turns(
     dense = _attention(work)
     if dense.operator not in _GOES_ROUND:
         raise H3CompileError(
-            f"{shards} GPUs cannot share {work.heads} heads, and {dense.operator} takes no keys in parts",
+            f"{dense.operator} takes no keys in parts, and {shards} GPUs for {work.heads} heads are a ring "
+            f"of {ring}",
             "use a number of them that divides the heads, or leave that pass out",
         )
-    product = piece_seconds(replace(dense, operator="ring_attention.default"), target, sizes, shards=shards)
+    turns = replace(dense, operator="ring_attention.default", launches=ring)
+    product = piece_seconds(turns, target, sizes, shards=shards)
     numbers = sizes["rows"] / shards * work.attended  # of queries, which a rank has of its heads
     merge = _MERGED * numbers / (target.rate("bandwidth").reached * _EAGER)
     merge += _MERGE_LAUNCHES * target.launch_seconds

@@ -18,8 +18,10 @@ from torch.utils._sympy.functions import CeilDiv, CleanDiv, FloorDiv
 
 from h3compile.ops import OPERATORS
 from h3compile.ops.attention import ATTENTION
+from h3compile.ops.exchange import ROWS_TO_HEADS
 from h3compile.ops.operator import Operand
 from h3compile.ops.ring_attention import RING_ATTENTION
+from h3compile.plan.collectives import RING_HOLDS
 from h3compile.plan.polynomial import Polynomial, total, undominated
 from h3compile.plan.work import Kind, Piece, RegionWork
 from h3compile.program.facts import Dim
@@ -69,7 +71,7 @@ _VIEWS = frozenset(
 )
 _PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default))
 _SDPA = aten.scaled_dot_product_attention.default
-_DENSE = (_SDPA, ATTENTION.target, RING_ATTENTION.target)
+_DENSE = (_SDPA, ATTENTION.target)
 # Writes rows into its first operand, in place where nothing else reads that: Inductor's reinplacing.
 _SCATTERS = frozenset((aten.index_copy.default,))
 
@@ -86,7 +88,7 @@ def region_work(
     kernels = _Kernels(propagate(region, dims), tables, consumed, fused, costs=True)
     pieces = tuple(event.piece for event in kernels.events if event.piece is not None)
     weights = sum(_aligned(math.prod(map(int, port.shape)) * port.dtype.itemsize) for port in region.weights)
-    return RegionWork(pieces, weights, undominated(kernels.live()), kernels.attended())
+    return RegionWork(pieces, weights, undominated(kernels.live()), kernels.attended(), kernels.exchanged())
 
 
 def region_peak(
@@ -98,12 +100,12 @@ def region_peak(
     fused: bool = True,
     own: Container[str] | None = None,
 ) -> tuple[Polynomial, ...]:
-    """`RegionWork.peak` alone; where ``own`` is given, with what dense attention of other operators returns.
+    """`RegionWork.peak` alone; where ``own`` is given, with what libraries allocate, who compute all else.
 
     No operator is asked for its cost, so any that has a shape will do.
     """
     kernels = _Kernels(propagate(region, dims), tables, consumed, fused, costs=False)
-    beside = Polynomial() if own is None else kernels.attended(own)
+    beside = Polynomial() if own is None else kernels.attended(own) + kernels.exchanged()
     return undominated(peak + beside for peak in kernels.live())
 
 
@@ -166,6 +168,14 @@ class _Kernels:
         return total(
             self._size(node) for node in self._nodes if node.target in _DENSE and node.target not in own
         )
+
+    def exchanged(self) -> Polynomial:
+        """Bytes that exchanges hold at once: queries, keys, values, sent and received, or what a ring has."""
+        both = (self._size(node) * 2 for node in self._nodes if node.target is ROWS_TO_HEADS.target)
+        rings = (
+            self._size(node) * RING_HOLDS for node in self._nodes if node.target is RING_ATTENTION.target
+        )
+        return total([*both, *rings])
 
     def _event(self, node: fx.Node) -> Iterator[_Event]:
         if (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from h3compile.plan.collectives import split
+from h3compile.plan.collectives import RING_HOLDS, split
 from h3compile.plan.components import Component, Phase, host_bytes
 from h3compile.plan.cost import Parallel, local_sizes
 from h3compile.plan.polynomial import Sizes
@@ -38,7 +38,7 @@ _CONTEXT = 800 * MIB
 # cuBLAS on Hopper and later asks for 32 MiB a handle and stream, as torch sets it up; two streams compute.
 _CUBLAS = 2 * 32 * MIB
 # What the allocator holds beyond what is alive, as a share of activations: the values of a step are packed
-# (`packing.py`), small ones take segments. On an H200, reserved was 0.99 of the plan with this.
+# (`packing.py`), small ones take segments. On an H200, reserved was 0.99 to 1.00 of the plan with this.
 _SLACK = 0.02
 # NCCL's channels of one communicator. Assumed.
 _NCCL = 512 * MIB
@@ -204,13 +204,10 @@ def _cold(work: ProgramWork) -> int:
 
 
 def _exchanged(work: ProgramWork, sizes: Sizes, shards: int) -> int:
-    """What exchanges hold: queries, keys and values, sent and received at once; of a ring, what it merges.
-
-    A ring has two stretches of keys and values, three results in FP32 and one in BF16.
-    """
+    """What exchanges hold: queries, keys and values, sent and received at once; of a ring, what it merges."""
     ulysses, ring = split(work.heads, shards)
     heads = 2 * 3 * _BF16 if ulysses > 1 else 0
-    turns = 2 * 2 * _BF16 + 3 * 4 + _BF16 if ring > 1 else 0
+    turns = RING_HOLDS * _BF16 if ring > 1 else 0
     return round((heads + turns) * sizes["rows"] / shards * work.attended)
 
 

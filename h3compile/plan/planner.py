@@ -23,6 +23,9 @@ from h3compile.targets import Node
 
 __all__ = ["LOSSY", "PLACEMENTS", "Objective", "Placements", "Planner", "Question", "tenants"]
 
+# GPUs that the links of one node join, in those that are sold.
+_NODE = 8
+
 # What is to be short: a step of one clip, or the node's time for it when it makes several at once.
 Objective = Literal["latency", "throughput"]
 
@@ -87,13 +90,13 @@ class Question:
 class Planner:
     """Answers one question; `H3CompileError` where it makes no sense.
 
-    Candidates are made once: a frontier and a plan cost little more than one of them. ``left_out`` says which
-    allowed passes the target cannot compute.
+    Candidates are made once: a frontier and a plan cost little more than one of them. ``notes`` say which
+    allowed passes the target cannot compute, and where fewer devices would do.
     """
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.left_out: list[str] = []
+        self.notes: list[str] = []
         self.variants = self._variants()
         self._shares = self._sharings()
         self._made: dict[tuple[str, Placements], dict[Candidate, Space]] = {}
@@ -184,7 +187,7 @@ class Planner:
                     if not added:
                         raise
                     if len(added) == 1:
-                        self.left_out.append(f"{added[0]} is left out: {error.cause}")
+                        self.notes.append(f"{added[0]} is left out: {error.cause}")
                     continue
                 found[passes] = work
         return found
@@ -196,6 +199,8 @@ class Planner:
             return [(question.parallel, 1)]
         count, heads, target = question.node.count, work.heads, question.node.target
         whole = question.objective == "throughput"
+        if count > _NODE and not whole:
+            self.notes.append(f"{count} GPUs are planned as if the links of one node joined them")
         if not whole and count not in degrees(heads):
             self._require_ring(work, count)
         steps = {
@@ -223,11 +228,19 @@ class Planner:
             except H3CompileError as error:
                 if other is not work:
                     del self.variants[passes]
-                    self.left_out.append(f"{passes} is left out: {error.cause}")
+                    self.notes.append(f"{passes} is left out: {error.cause}")
                     continue
                 below = ", ".join(str(degree) for degree in degrees(work.heads) if degree < count)
                 mend = f"use {below} of them, leave that pass out, or --throughput for {count} clips at once"
                 raise H3CompileError(error.cause, mend) from error
+        clip, target = question.clip.dims, question.node.target
+        ring = step_seconds(work, target, clip, shards=count)
+        fewer = {d: step_seconds(work, target, clip, shards=d) for d in degrees(work.heads) if d < count}
+        best = min(fewer, key=fewer.__getitem__)
+        if fewer[best] < ring:
+            self.notes.append(
+                f"{best} GPUs are faster, {fewer[best]:.4g} s a step: {count} pass keys round, {ring:.4g} s"
+            )
 
     def _candidates(self, passes: str, placements: Placements) -> dict[Candidate, Space]:
         key = passes, placements

@@ -49,7 +49,10 @@ def _mend(question: Question, short: str) -> str:
     """Changes that make something fit, each by itself; where none does, the one that comes nearest."""
     near: list[tuple[int, str]] = []
     good: list[str] = []
-    changes = [*_changes(question), *(_more_devices(question) if short == "--hbm" else ())]
+    # Of a program that is being built nothing else may be asked for.
+    changes = [] if question.parallel else [*_changes(question)]
+    if short == "--hbm" and not question.parallel:
+        changes += _more_devices(question)
     for text, changed in changes:
         if good and text.endswith("GPUs") and good[-1].split(" (")[0].endswith("GPUs"):
             continue  # fewer do
@@ -86,8 +89,6 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
 
 def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
     """More of the same; each of them takes memory of the host for itself."""
-    if question.parallel is not None:
-        return
     node = question.node
     if node.target.peer is not None:
         for count in (2, 4, 8):

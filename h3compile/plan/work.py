@@ -77,19 +77,21 @@ class RegionWork:
 
     ``peak``: bytes of inputs, outputs and everything between them, tables and weights left out; which of
     the polynomials is the largest depends on the lengths. ``attended``: bytes that dense attention returns,
-    which are among them too: a library allocates its result itself.
+    which are among them too: a library allocates its result itself. ``exchanged``: what exchanges of ranks
+    hold at once, which no plan of values has.
     """
 
     pieces: tuple[Piece, ...]
     weights: int
     peak: tuple[Polynomial, ...]
     attended: Polynomial = NOTHING
+    exchanged: Polynomial = NOTHING
 
     def by_library(self, arch: str) -> Polynomial:
-        """Bytes of ``attended`` that a library computes on ``arch``, by the default providers."""
+        """Bytes that libraries allocate on ``arch`` by the default providers: exchanges, dense attention."""
         own = OWN_DENSE.get(arch, ())
         dense = any(piece.kind == "attention" and piece.operator not in own for piece in self.pieces)
-        return self.attended if dense else NOTHING
+        return self.exchanged + self.attended if dense else self.exchanged
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class ProgramWork:
                 pieces=tuple(map(of, region.pieces)),
                 peak=tuple(peak.in_terms_of(shares) for peak in region.peak),
                 attended=region.attended.in_terms_of(shares),
+                exchanged=region.exchanged.in_terms_of(shares),
             )
             for name, region in self.regions.items()
         }
@@ -209,6 +212,7 @@ class ProgramWork:
                     "weights": region.weights,
                     "peak": [str(peak) for peak in region.peak],
                     "attended": str(region.attended),
+                    **({} if region.exchanged == NOTHING else {"exchanged": str(region.exchanged)}),
                     "pieces": [_piece_to_json(piece) for piece in region.pieces],
                 }
                 for name, region in self.regions.items()
@@ -237,6 +241,7 @@ def _program_from_json(data: Mapping[str, object]) -> ProgramWork:
             int(region["weights"]),
             tuple(Polynomial.parse(peak) for peak in region["peak"]),
             Polynomial.parse(region["attended"]),
+            Polynomial.parse(region.get("exchanged", "0")),
         )
         for name, region in value["regions"].items()
     }

@@ -113,7 +113,10 @@ def test_a_number_that_shares_no_heads_is_a_ring(h3compile) -> None:  # type: ig
         text: Result = h3compile("plan", "--target", "b300", "--gpus", count, "--slowdown", "2%")
         assert passes in text.stdout and f"--gpus {count}" in text.stdout
     without: Result = h3compile("plan", "--target", "b300", "--gpus", "3", "--allow", "sage")
-    assert "sage is left out: 3 GPUs cannot share 56 heads" in without.stdout
+    assert "sage is left out: sage_attention.default takes no keys in parts" in without.stdout
+    slower: Result = h3compile("plan", "--target", "b300", "--gpus", "9", "--slowdown", "2%")
+    assert "8 GPUs are faster, 0.37" in slower.stdout and "s a step: 9 pass keys round" in slower.stdout
+    assert "planned as if the links of one node joined them" in slower.stdout
     clips: Result = h3compile("plan", "--target", "b300", "--gpus", "3", "--throughput", "--slowdown", "2%")
     assert "1 GPU a clip, 3 clips at once" in clips.stdout
 
@@ -151,8 +154,8 @@ def test_a_target_file_is_a_target(h3compile, tmp_path: Path) -> None:  # type: 
         (("--target", "h200", "--size", "1340x768"), "width 1340 is not a multiple of 32: 1344 is near"),
         (
             ("--target", "b300", "--gpus", "3", "--passes", "sage"),
-            "3 GPUs cannot share 56 heads, and sage_attention.default takes no keys in parts: use 1, 2 of "
-            "them, leave that pass out, or --throughput for 3 clips at once",
+            "sage_attention.default takes no keys in parts, and 3 GPUs for 56 heads are a ring of 3: use "
+            "1, 2 of them, leave that pass out, or --throughput for 3 clips at once",
         ),
         (("--target", "2xb300", "--gpus", "3"), "--target 2xb300 and --gpus 3 differ: give one of them"),
         (("--target", "h200", "--gpus", "0"), "--gpus 0: give at least 1"),

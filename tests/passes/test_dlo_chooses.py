@@ -17,15 +17,17 @@ from h3compile.passes.outline import Outline
 from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.manager import Manager
 from h3compile.plan.choose import fastest_residency
-from h3compile.plan.memory import activation_bytes
+from h3compile.plan.memory import activation_bytes, memory_plan
 from h3compile.plan.residency import Mode, Residency
 from h3compile.plan.shapes import Clip
-from h3compile.plan.work import released
+from h3compile.plan.work import ProgramWork, released
 from h3compile.plan.work_of import work_of
 from h3compile.program.program import Program
-from h3compile.targets import find_target
+from h3compile.targets import Target, find_target
 
 GIB = 2**30
+LENGTHS = {"rows": 37_760, "video_rows": 37_296, "audio_rows": 414, "text_rows": 50, "timesteps": 2}
+BLOCKS = tuple(f"block.{index}" for index in range(4))
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +78,46 @@ def test_where_blocks_come_from_is_chosen_too() -> None:
     assert chosen("local", "allgather", ranks=1).mode == "local"
 
 
-def test_a_mode_that_is_asked_for_is_kept(program: Program) -> None:
-    target = find_target("rtx-4090")
-    shared = SequenceParallel(ulysses=2).apply(program, target).program
-    found = Dlo(mode="allgather", hbm="1.5GiB").apply(shared, target).program.residency
-    assert found is not None and (found.mode == "allgather" or not found.streamed)
+@pytest.fixture(scope="module")
+def shared(program: Program) -> Program:
+    return SequenceParallel(ulysses=2).apply(program, find_target("rtx-4090")).program
 
 
-def test_with_ranks_it_chooses_for_one_of_them(program: Program) -> None:
-    target = find_target("rtx-4090")
-    shared = SequenceParallel(ulysses=2).apply(program, target).program
-    assert shared.parallel is not None
-    # Of a rank is half of every activation, so a budget holds more.
-    budget = "2GiB"
-    alone, rank = (Dlo(hbm=budget).apply(p, target).program.residency for p in (program, shared))
-    assert alone is not None and rank is not None
-    assert len(rank.resident) >= len(alone.resident)
+def test_a_mode_that_is_asked_for_is_kept(shared: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass asks about the ranks that the program has, in the modes that it was told."""
+    asked: list[tuple[int, tuple[Mode, ...]]] = []
+
+    def note(
+        work: ProgramWork, target: Target, *, ranks: int, modes: tuple[Mode, ...], hbm: int | None
+    ) -> Residency:
+        asked.append((ranks, modes))
+        return Residency(BLOCKS, (), 2, modes[-1])
+
+    monkeypatch.setattr("h3compile.plan.choose.fastest_residency", note)
+    for mode in (None, "local", "allgather"):
+        found = Dlo(mode=mode).apply(shared, find_target("rtx-4090")).program.residency
+        assert found is not None and found.mode == (mode or "allgather")
+    assert asked == [(2, ("local", "allgather")), (2, ("local",)), (2, ("allgather",))]
+
+
+def test_a_rank_has_half_of_the_rows_and_what_it_exchanges(program: Program, shared: Program) -> None:
     work, whole = work_of(shared), work_of(program)
-    lengths = {"rows": 37_760, "video_rows": 37_296, "audio_rows": 414, "text_rows": 50, "timesteps": 2}
-    half = activation_bytes(work, lengths, "step") / activation_bytes(whole, lengths, "step")
+    half = activation_bytes(work, LENGTHS, "step") / activation_bytes(whole, LENGTHS, "step")
     assert 0.45 < half < 0.75  # the request's values are whole, and rows are exchanged
+    exchanged = work.regions["block"].exchanged.at(LENGTHS)
+    assert exchanged == 12 * (LENGTHS["rows"] / 2) * work.attended
+
+    def beside(work: ProgramWork) -> int:
+        device = memory_plan(work, LENGTHS, Residency(work.blocks, (), 2)).device["denoise"]
+        return device["workspace"] - round(0.02 * device["activations"]) - 2 * 32 * 2**20
+
+    # Attention has half of the heads, and all rows.
+    assert beside(work) == pytest.approx(beside(whole) / 2 + exchanged)
+
+
+def test_a_ring_holds_what_it_merges(program: Program) -> None:
+    work = work_of(SequenceParallel(ring=2).apply(program, find_target("b300")).program)
+    assert work.regions["block"].exchanged.at(LENGTHS) == 26 * (LENGTHS["rows"] / 2) * work.attended
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ def test_who_cannot_share_heads_is_a_ring(shards: int, ring: int | None, both: t
     assert collectives.split(56, shards, ring) == both
 
 
+@pytest.mark.parametrize(("shards", "ring"), [(8, 3), (8, 16), (12, 2)])
+def test_degrees_that_divide_neither_are_refused(shards: int, ring: int) -> None:
+    with pytest.raises(H3CompileError, match=f"{shards} ranks with 56 heads are no ring of {ring}"):
+        collectives.split(56, shards, ring)
+
+
 def test_a_mixed_exchange_is_the_sum_of_its_formulas() -> None:
     """4 (S/P) 7168 (R-1) go round in R stretches, 8 (S/P) 7168 (U-1)/U are exchanged by U ranks."""
     rows = CLIP["rows"]

@@ -15,6 +15,7 @@ from h3compile.plan.cost import (
     piece_seconds,
     region_seconds,
     request_seconds,
+    ring_turns,
     step_seconds,
     streamed_step_seconds,
 )
@@ -140,10 +141,21 @@ def test_ranks_that_cannot_share_heads_pass_keys_round_if_the_attention_can() ->
     assert step_seconds(released("fuse"), target, CLIP, shards=4) < three
     assert three < step_seconds(released("fuse"), target, CLIP, shards=2)
     for passes in ("sage", "fp8,skip"):
-        with pytest.raises(
-            H3CompileError, match=r"3 GPUs cannot share 56 heads, and .*attention.* no keys in parts"
-        ):
+        with pytest.raises(H3CompileError, match=r"attention.* no keys in parts, and 3 GPUs for 56 heads"):
             step_seconds(released(passes), target, CLIP, shards=3)
+
+
+def test_a_turn_of_a_ring_by_hand() -> None:
+    """A quarter of the rows a turn: the product by cuDNN, a launch, and a merge by PyTorch's own kernels."""
+    work, target = released("fuse"), find_target("h200")
+    turn, coming = ring_turns(work, target, CLIP, 4, 4)
+    (dense,) = (piece for piece in work.regions["block"].pieces if piece.kind == "attention")
+    assert target.peer is not None and dense.tile is not None
+    flop = dense.flop.at(CLIP) / 4 + 66 * dense.tile.at(CLIP)
+    product = flop / (target.rate("attention.bfloat16").reached * 0.89)
+    merged = 26 * CLIP["rows"] / 4 * 7168 / (target.rate("bandwidth").reached * 0.59)
+    assert turn == pytest.approx(product / 4 + target.launch_seconds + merged + 8 * target.launch_seconds)
+    assert coming == pytest.approx(4 * CLIP["rows"] / 4 * 7168 / target.peer.rate.reached + 30e-6)
 
 
 def small(count: int = 4) -> ProgramWork:

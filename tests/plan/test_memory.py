@@ -216,3 +216,15 @@ def test_who_computes_dense_attention_is_who_is_chosen(target: Target) -> None:
     operands = [torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     chosen = next(one for one in ATTENTION.providers if not one.refused(target.arch, operands, named=False))
     assert chosen.library == ("attention.default" not in OWN_DENSE.get(target.arch, ()))
+
+
+def test_what_exchanges_hold() -> None:
+    """Of a number of a rank's queries: 12 bytes of heads, sent and received; 26 of a ring; or both."""
+    work = released("fuse")
+
+    def held(shards: int) -> float:
+        plan = memory_plan(work, CLIP, residency(work, 50), Parallel(shards))
+        numbers = CLIP["rows"] / shards * work.attended
+        return (plan.device["denoise"]["collectives"] - plan.device["encode"]["collectives"]) / numbers
+
+    assert (held(8), held(3), held(6)) == pytest.approx((12, 26, 38))

@@ -127,7 +127,7 @@ def test_allowed_passes_are_taken_where_they_help() -> None:
 def test_what_the_target_cannot_compute_is_left_out_or_refused() -> None:
     planner = Planner(question("a100", allow=("fp8",)))
     assert list(planner.variants) == [""]
-    assert planner.left_out == ["fp8 is left out: a100 has no rate for gemm.float8_e4m3fn"]
+    assert planner.notes == ["fp8 is left out: a100 has no rate for gemm.float8_e4m3fn"]
     with pytest.raises(H3CompileError, match=r"a100 has no rate for gemm\.float8_e4m3fn"):
         Planner(question("a100", passes="fp8"))
 
@@ -238,11 +238,11 @@ def test_heads_are_not_cut() -> None:
     node = Node(find_target("b300"), 3)
     plan = Planner(Question(node)).fastest()
     assert plan is not None and plan.space.parallel.shards == 3
-    with pytest.raises(H3CompileError, match="3 GPUs cannot share 56 heads"):
+    with pytest.raises(H3CompileError, match="3 GPUs for 56 heads are a ring of 3"):
         Planner(Question(node, passes="sage"))
     allowed = Planner(Question(node, allow=("fp8", "sage")))
     assert list(allowed.variants) == ["", "fp8"]
-    assert [text.partition(":")[0] for text in allowed.left_out] == [
+    assert [text.partition(":")[0] for text in allowed.notes] == [
         "sage is left out",
         "fp8,sage is left out",
     ]
