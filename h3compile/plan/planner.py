@@ -206,7 +206,7 @@ class Planner:
         steps = {
             shards: step_seconds(work, target, question.clip.dims, shards=shards)
             / (count // shards if whole else 1)
-            for shards in ({*degrees(heads)} if whole else {*degrees(heads), count})
+            for shards in sorted({*degrees(heads)} if whole else {*degrees(heads), count})
             if count % shards == 0
         }
         found = []
