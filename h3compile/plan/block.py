@@ -33,7 +33,7 @@ def block_spans(
 
     The last span ends when `h3compile.plan.cost.call_seconds` says. Errors are its.
     """
-    pieces = work.regions[work.call(work.blocks[0]).region].pieces
+    pieces = work.block.pieces
     ulysses, stretches = collectives.split(work.heads, shards, ring)
     spans = _Spans()
 

@@ -204,8 +204,7 @@ def ring_turns(
 
 
 def _attention(work: ProgramWork) -> Piece:
-    pieces = work.regions[work.call(work.blocks[0]).region].pieces
-    (found,) = (piece for piece in pieces if piece.kind == "attention")
+    (found,) = (piece for piece in work.block.pieces if piece.kind == "attention")
     return found
 
 

@@ -47,12 +47,11 @@ def too_slow(planner: Planner, slowdown: float) -> H3CompileError:
 
 def _mend(question: Question, short: str) -> str:
     """Changes that make something fit, each by itself; where none does, the one that comes nearest."""
+    if question.parallel is not None:
+        return f"raise {short}"  # of a program that is being built nothing else may be asked for
     near: list[tuple[int, str]] = []
     good: list[str] = []
-    # Of a program that is being built nothing else may be asked for.
-    changes = [] if question.parallel else [*_changes(question)]
-    if short == "--hbm" and not question.parallel:
-        changes += _more_devices(question)
+    changes = [*_changes(question), *(_more_devices(question) if short == "--hbm" else ())]
     for text, changed in changes:
         if good and text.endswith("GPUs") and good[-1].split(" (")[0].endswith("GPUs"):
             continue  # fewer do

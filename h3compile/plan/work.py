@@ -154,6 +154,11 @@ class ProgramWork:
         return largest.names
 
     @property
+    def block(self) -> RegionWork:
+        """The region that the blocks call."""
+        return self.regions[self.call(self.blocks[0]).region]
+
+    @property
     def weights(self) -> dict[str, int]:
         """Bytes of every call's weights, by its name, as they lie on the device."""
         return {name: self.regions[call.region].weights for call in self.calls for name in call.names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import sympy  # type: ignore[import-untyped]
 
@@ -28,17 +28,18 @@ def work_of(program: Program, passes: str = "", *, fused: bool = True, placed: b
         config[name] for name in ("num_attention_heads", "attention_head_dim", "hidden_size")
     )
     assert isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int)
+    values = _Values(program)
     regions = {
         name: region_work(
             region,
             program.dims,
-            tables=_table_ports(program, name),
-            consumed=_consumed_ports(program, name) if placed else frozenset(),
+            tables=values.ports(name, values.is_table),
+            consumed=values.ports(name, values.ends) if placed else frozenset(),
             fused=fused,
         )
         for name, region in program.regions.items()
     }
-    work = ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program)), placed)
+    work = ProgramWork(passes, heads, heads * width, hidden, regions, tuple(_calls(program, values)), placed)
     return work if program.parallel is None else work.in_terms_of(program.parallel.shares)
 
 
@@ -63,8 +64,8 @@ def activations_of(
                 peaks[name] = region_peak(
                     program.regions[name],
                     program.dims,
-                    tables=_table_ports(program, name),
-                    consumed=_consumed_ports(program, name) if placed else frozenset(),
+                    tables=values.ports(name, values.is_table),
+                    consumed=values.ports(name, values.ends) if placed else frozenset(),
                     fused=fused,
                     own=own if placed else None,
                 )
@@ -72,31 +73,8 @@ def activations_of(
     return undominated(found)
 
 
-def _table_ports(program: Program, region: str) -> frozenset[str]:
-    """The inputs of ``region`` that are tables, by the names of its ports."""
-    calls, tables = program.calls_of(program.base_of(region)), set(program.tables)
-    ports = [port.name for port in program.regions[region].inputs]
-    return frozenset(
-        name
-        for place, name in enumerate(ports)
-        if calls and all(call.inputs[place] in tables for call in calls)
-    )
-
-
-def _consumed_ports(program: Program, region: str) -> frozenset[str]:
-    """The inputs of ``region`` that nobody reads after any of its calls, by the names of its ports."""
-    calls, values = program.calls_of(program.base_of(region)), _Values(program)
-    ports = [port.name for port in program.regions[region].inputs]
-    return frozenset(
-        name
-        for place, name in enumerate(ports)
-        if calls and all(values.ends(call.inputs[place], call) for call in calls)
-    )
-
-
-def _calls(program: Program) -> Iterator[CallWork]:
+def _calls(program: Program, values: _Values) -> Iterator[CallWork]:
     stages = execution_stages(program)
-    values = _Values(program)
     run: list[Call] = []
     for call in (*program.calls, None):
         if run and (call is None or call.region != run[0].region):
@@ -120,6 +98,7 @@ class _Values:
         self._program = program
         self.hints = {dim.name: dim.hint for dim in program.dims}
         self._given = [port.name for port in program.inputs]
+        self._tables = frozenset(program.tables)
         stages = execution_stages(program)
         self._at = {call.name: place for place, call in enumerate(program.calls)}
         self._born = {value: self._at[call.name] for call in program.calls for value in call.outputs}
@@ -138,17 +117,31 @@ class _Values:
         alive = [*self._given, *(v for v, born in self._born.items() if born < here <= self._last.get(v, -1))]
         if stage == "step":
             alive += self._kept
-        inside = {*call.inputs, *self._program.tables}
+        inside = self._tables.union(call.inputs)
         return total(self._bytes(value) for value in dict.fromkeys(alive) if value not in inside)
+
+    def ports(self, region: str, holds: Callable[[str, Call], bool]) -> frozenset[str]:
+        """The inputs of ``region`` of which something ``holds`` in all of its calls, by their names there."""
+        calls = self._program.calls_of(self._program.base_of(region))
+        names = [port.name for port in self._program.regions[region].inputs]
+        return frozenset(
+            name
+            for place, name in enumerate(names)
+            if calls and all(holds(call.inputs[place], call) for call in calls)
+        )
+
+    def is_table(self, value: str, call: Call) -> bool:
+        """Whether ``value`` is one, for whichever ``call``."""
+        return value in self._tables
 
     def ends(self, value: str, call: Call) -> bool:
         """Whether ``value``, an input of ``call``, is a call's result that is read there the last time."""
-        made = value in self._born and value not in self._kept and value not in self._program.tables
+        made = value in self._born and value not in self._kept and not self.is_table(value, call)
         return made and self._last[value] == self._at[call.name] and call.inputs.count(value) == 1
 
     def tables(self, call: Call) -> int:
         """Bytes a timestep of the tables that ``call`` reads."""
-        read = [value for value in call.inputs if value in self._program.tables]
+        read = [value for value in call.inputs if self.is_table(value, call)]
         one = dict.fromkeys(self.hints, 1)
         return int(sum(self._bytes(value).at(one) for value in read))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from h3compile.errors import H3CompileError
+from h3compile.ops.ring_attention import RING_ATTENTION
 from h3compile.plan.cost import (
     Parallel,
     build_seconds,
@@ -156,6 +158,13 @@ def test_a_turn_of_a_ring_by_hand() -> None:
     merged = 26 * CLIP["rows"] / 4 * 7168 / (target.rate("bandwidth").reached * 0.59)
     assert turn == pytest.approx(product / 4 + target.launch_seconds + merged + 8 * target.launch_seconds)
     assert coming == pytest.approx(4 * CLIP["rows"] / 4 * 7168 / target.peer.rate.reached + 30e-6)
+
+
+def test_the_operator_counts_the_same_bytes_of_a_merge() -> None:
+    held = torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta")
+    whole = RING_ATTENTION.cost(held, held, held, 512, 4, "ring").bytes
+    # Queries and results once, keys and values of four turns twice.
+    assert (whole - 2 * held.nbytes - 4 * 2 * 2 * held.nbytes) / (4 * held.numel()) == 26
 
 
 def small(count: int = 4) -> ProgramWork:
