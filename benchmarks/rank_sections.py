@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from dlo import TINY
+from rank_links import links
 from rank_work import Inputs, Rank, Run, profiled
 
 import h3compile
@@ -45,7 +46,14 @@ def passes_of(ranks: int, degrees: list[int]) -> dict[str, str]:
 
 def deep_passes_of(ranks: int) -> dict[str, str]:
     """The engines of FP8."""
-    return {"fp8 one": "fp8", f"fp8 ulysses={ranks}": f"fp8,sp(ulysses={ranks})"}
+    ways = (f"ulysses={ranks}", f"ring={ranks}")
+    return {"fp8 one": "fp8"} | {f"fp8 {way}": f"fp8,sp({way})" for way in ways}
+
+
+def sage_passes_of(ranks: int) -> dict[str, str]:
+    """The engines of FP8 with quantized attention."""
+    way = f"ulysses={ranks}"
+    return {"sage one": "fp8,sage", f"sage {way}": f"fp8,sage,sp({way})"}
 
 
 def degree_of(name: str, ranks: int) -> int:
@@ -253,19 +261,21 @@ def report(
     )
 
 
-def deep(rank: Rank) -> None:
+def deep(rank: Rank, names: Iterable[str], passes: str) -> None:
     """The whole depth with FP8 weights, on one rank and on all."""
     options = rank.options
-    modules = {name: loaded(rank, name, options.deep) for name in deep_passes_of(options.ranks)}
+    modules = {name: loaded(rank, name, options.deep) for name in names}
     for canvas in options.canvases:
         inputs = rank.inputs(canvas)
         runs = {name: run_of(rank, name, module, inputs) for name, module in modules.items()}
-        made = list(equal_bits(rank, runs).values())
-        if made[0] is not None and made[1] is not None:
-            rank.note(f"{canvas}_distance_to_one_rank", total(made[1], made[0]))
-        del made
-        report(rank, canvas, runs, rank.milliseconds(runs, 2, warm=True), "fp8", options.deep)
-        rank.note(f"{canvas}_profile all", profiled(rank, [*runs.values()][-1]))
+        one, *shared = equal_bits(rank, runs).values()
+        if one is not None:
+            apart = [total(made, one) for made in shared if made is not None]
+            rank.note(f"{canvas}_distance_to_one_rank", dict(zip([*runs][1:], apart, strict=True)))
+        del one, shared
+        report(rank, canvas, runs, rank.milliseconds(runs, 2, warm=True), passes, options.deep)
+        for name in [*runs][1:]:
+            rank.note(f"{canvas}_profile {name}", profiled(rank, runs[name]))
 
 
 def dlo(rank: Rank) -> None:
@@ -349,4 +359,12 @@ def one_plan(
         rank.note(f"{canvas} {name}", found)
 
 
-SECTIONS = {"blocks": blocks, "deep": deep, "dlo": dlo}
+def fp8(rank: Rank) -> None:
+    deep(rank, deep_passes_of(rank.options.ranks), "fp8")
+
+
+def sage(rank: Rank) -> None:
+    deep(rank, sage_passes_of(rank.options.ranks), "fp8,sage")
+
+
+SECTIONS = {"links": links, "blocks": blocks, "deep": fp8, "dlo": dlo, "sage": sage}

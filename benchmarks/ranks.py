@@ -29,7 +29,7 @@ from typing import NoReturn
 import torch
 from deepen import deepened
 from dlo import Setup, diffusers_model
-from rank_sections import SECTIONS, deep_passes_of, passes_of
+from rank_sections import SECTIONS, deep_passes_of, passes_of, sage_passes_of
 from rank_work import Options, Rank
 
 # What a part may take at most.
@@ -109,6 +109,8 @@ def needed(options: Options, sections: Sequence[str]) -> dict[str, tuple[str, tu
         }
     if "deep" in sections:
         found |= {name: (passes, (options.deep,)) for name, passes in deep_passes_of(options.ranks).items()}
+    if "sage" in sections:
+        found |= {name: (passes, (options.deep,)) for name, passes in sage_passes_of(options.ranks).items()}
     if "dlo" in sections:
         _, depths = found.get(streamed, ("", ()))
         found[streamed] = (f"sp({streamed})", (*depths, options.deep))
