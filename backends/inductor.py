@@ -43,6 +43,7 @@ from h3compile.engine.artifact import (
 )
 from h3compile.engine.machine import cpu_features, device_arch, kernel_arch, python_abi, torch_release
 from h3compile.errors import BuildError
+from h3compile.ops.exchange_groups import standing_in
 
 __all__ = ["LARGEST_LENGTH", "CompiledRegion", "InductorOptions", "compile_region"]
 
@@ -144,7 +145,7 @@ def _globals_of(code: CompiledFxGraph) -> Mapping[str, object]:
 def _tune(code: CompiledFxGraph, inputs: SymbolicInputs, lengths: tuple[Length, ...]) -> None:
     """One run on the device at the lengths to tune for, in which kernels choose their configuration."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), standing_in():
             code(inputs.real(lengths))
         torch.cuda.synchronize()
     except torch.cuda.OutOfMemoryError as error:

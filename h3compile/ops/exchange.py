@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from h3compile.ops.exchange_groups import group_of, sent
+from h3compile.ops.exchange_groups import others, sent
 from h3compile.ops.launch import Run
 from h3compile.ops.operator import Cost, Operand, Outputs, Provider, define
 from h3compile.ops.rows import byte_count
@@ -22,10 +22,11 @@ def _all_to_all(operator: str, packed: torch.Tensor, ranks: int, group: str) -> 
 
     Sent as bytes: not every backend of torch knows every dtype.
     """
-    if ranks == 1:
+    peers = others(group, ranks)
+    if peers is None:
         return packed.clone()
     received = torch.empty_like(packed)
-    dist.all_to_all_single(bytes_of(received), bytes_of(packed), group=group_of(group, ranks))
+    dist.all_to_all_single(bytes_of(received), bytes_of(packed), group=peers)
     sent(operator, packed.nbytes // ranks * (ranks - 1))
     return received
 
@@ -61,13 +62,14 @@ def _heads_to_rows_fake(x: torch.Tensor, local: int, ranks: int, group: str) -> 
 
 def _gather_rows(x: torch.Tensor, rows: int, ranks: int, group: str) -> torch.Tensor:
     local, width = x.shape[1:]
-    if ranks == 1:
-        return x[:, :rows].clone()
+    peers = others(group, ranks)
+    if peers is None:
+        return x[0].repeat(ranks, 1)[:rows].unsqueeze(0)
     mine = x.reshape(local, width).contiguous()
     gathered = mine.new_empty((ranks * local, width))
     # Newer versions of torch deprecate the other name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(bytes_of(gathered), bytes_of(mine), group=group_of(group, ranks))
+    gather(bytes_of(gathered), bytes_of(mine), group=peers)
     sent("gather_rows", mine.nbytes * (ranks - 1))
     return gathered[:rows].unsqueeze(0)
 

@@ -12,7 +12,19 @@ import torch.distributed as dist
 
 from h3compile.errors import H3CompileError
 
-__all__ = ["ALL", "RING", "ULYSSES", "Traffic", "counting", "find_group", "group_of", "name_group", "sent"]
+__all__ = [
+    "ALL",
+    "RING",
+    "ULYSSES",
+    "Traffic",
+    "counting",
+    "find_group",
+    "group_of",
+    "name_group",
+    "others",
+    "sent",
+    "standing_in",
+]
 
 # Names in torch's registry of process groups; whoever starts the ranks gives them, see `name_group`.
 ULYSSES = "h3compile.ulysses"  # ranks that share the heads of one stretch of rows
@@ -50,6 +62,31 @@ def sent(operator: str, nbytes: int) -> None:
     traffic = _COUNTING.get()
     if traffic is not None:
         traffic.sent[operator] += nbytes
+
+
+# Whether this thread's rank stands for all of them.
+_ALONE: ContextVar[bool] = ContextVar("h3compile_alone", default=False)
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Have the exchanges of this thread take this rank's own part for that of every other, and send nothing.
+
+    For a build, which runs what one rank computes to see how long it takes, and has no other ranks.
+    """
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
+def others(name: str, ranks: int) -> dist.ProcessGroup | None:
+    """The group to exchange with, called ``name``; None where this rank is alone, or stands for all.
+
+    Raises as `group_of`.
+    """
+    return None if ranks == 1 or _ALONE.get() else group_of(name, ranks)
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:

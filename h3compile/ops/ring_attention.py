@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from h3compile.ops.exchange import by_torch, bytes_of
-from h3compile.ops.exchange_groups import group_of, sent
+from h3compile.ops.exchange_groups import others, sent
 from h3compile.ops.numerics import wide
 from h3compile.ops.operator import Cost, define
 from h3compile.ops.rows import byte_count
@@ -19,8 +19,7 @@ aten = torch.ops.aten
 def _reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, ring: int, group: str
 ) -> torch.Tensor:
-    # Without others there is no group to ask.
-    ranks = group_of(group, ring) if ring > 1 else None
+    ranks = others(group, ring)
     place = ranks.rank() if ranks is not None else 0
     length = query.shape[1]
     held = torch.stack((key[0], value[0]))

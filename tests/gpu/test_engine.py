@@ -15,6 +15,7 @@ import torch
 
 import h3compile
 from h3compile.engine.loader import open_engine
+from h3compile.models.tiny import write_tiny
 from h3compile.models.trace import trace
 from h3compile.pipeline.testing import ROUNDING_BOUND, distance, weight_source
 from h3compile.program.interpreter import Interpreter
@@ -267,3 +268,12 @@ def test_a_whole_generation_agrees_with_diffusers(checkpoints, engine) -> None:
     torch.testing.assert_close(
         torch.as_tensor(ours.waveform), torch.as_tensor(theirs.waveform), atol=1e-3, rtol=0
     )
+
+
+@pytest.mark.parametrize("passes", ["sp(ulysses=2)", "sp(ring=2)", "fp8,sage,sp(ulysses=2,exchange=fp8)"])
+def test_what_ranks_exchange_is_lowered_where_there_is_one(tmp_path: Path, passes: str) -> None:
+    # Kernels choose their configuration in a run, and nobody is there to exchange with.
+    write_tiny(tmp_path / "tiny", attention_head_dim=128, rope_freq_dim=16)
+    h3compile.build(str(tmp_path / "tiny"), passes=passes, steps=(4,), output=tmp_path / "x.h3e")
+    manifest = open_engine(tmp_path / "x.h3e").manifest
+    assert not manifest.pending and manifest.parallel is not None

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from h3compile.errors import H3CompileError
 from h3compile.ops import Operator
-from h3compile.ops.exchange_groups import ALL, RING, ULYSSES, Traffic, counting
+from h3compile.ops.exchange_groups import ALL, RING, ULYSSES, Traffic, counting, standing_in
 from h3compile.ops.numerics import FP8
 
 ours = torch.ops.h3compile
@@ -127,6 +127,27 @@ def test_a_build_looks_at_what_would_be_sent_and_sends_nothing(
             assert provider.illegal("sm_90a", x, *rest) is None
             out = provider.launch(lambda launch: pytest.fail("launched"), "sm_90a", x, *rest)
             assert isinstance(out, torch.Tensor) and out.shape == shape
+
+
+def test_a_rank_that_stands_for_all_gives_what_they_would_in_shape_and_sends_nothing() -> None:
+    x = whole(5, 24, torch.float32)
+    heads = torch.randn(1, 5, 8, 3)
+    calls = {
+        "rows_to_heads": (x, 18, 3, 4, ULYSSES),
+        "heads_to_rows": (x[:, :3], 1, 4, ULYSSES),
+        "gather_rows": (x, 18, 4, ALL),
+        "ring_attention": (heads, heads, heads, 18, 4, RING),
+    }
+    for name, operands in calls.items():
+        with standing_in(), counting(Traffic()) as traffic:
+            found = getattr(ours, name)(*operands)
+        with FakeTensorMode() as mode:
+            fakes = (mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in operands)
+            expected = getattr(ours, name)(*fakes)
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride()), name
+        assert found.isfinite().all() and traffic.total == 0
+        with pytest.raises(H3CompileError, match="this process has no others"):  # and no longer
+            getattr(ours, name)(*operands)
 
 
 def test_a_rank_alone_exchanges_nothing() -> None:
