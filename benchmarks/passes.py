@@ -85,7 +85,7 @@ def built(passes: str, traced, folder: Path):  # type: ignore[no-untyped-def]
     chosen, _ = resolve(passes, Registry.default())
     program, _ = Manager(chosen).run(traced, detect())
     start = time.perf_counter()
-    select("inductor").lower(program.regions["block"], program.facts.dims, "cuda", folder, {})
+    select("inductor").lower(program.regions["block"], program.dims, "cuda", folder, {})
     return program, time.perf_counter() - start
 
 

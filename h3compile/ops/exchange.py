@@ -13,6 +13,7 @@ from h3compile.ops.exchange_groups import others, sent
 from h3compile.ops.launch import Run
 from h3compile.ops.operator import Cost, Operand, Outputs, Provider, define
 from h3compile.ops.rows import byte_count
+from h3compile.ops.runs import ordered
 
 __all__ = ["GATHER_ROWS", "HEADS_TO_ROWS", "ROWS_TO_HEADS", "by_torch", "bytes_of"]
 
@@ -24,7 +25,7 @@ def _all_to_all(operator: str, packed: torch.Tensor, ranks: int, group: str) -> 
     """
     peers = others(group, ranks)
     if peers is None:
-        return packed.clone()
+        return packed
     received = torch.empty_like(packed)
     dist.all_to_all_single(bytes_of(received), bytes_of(packed), group=peers)
     sent(operator, packed.nbytes // ranks * (ranks - 1))
@@ -38,7 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows_to_heads(x: torch.Tensor, rows: int, parts: int, ranks: int, group: str) -> torch.Tensor:
     local, width = x.shape[1], x.shape[2] // (parts * ranks)
-    packed = x.reshape(local, parts, ranks, width).permute(2, 0, 1, 3).contiguous()
+    packed = ordered(x.reshape(local, parts, ranks, width).permute(2, 0, 1, 3))
     received = _all_to_all("rows_to_heads", packed, ranks, group)
     return received.view(ranks * local, parts * width)[:rows].unsqueeze(0)
 
@@ -51,9 +52,11 @@ def _heads_to_rows(x: torch.Tensor, local: int, ranks: int, group: str) -> torch
     rows, width = x.shape[1], x.shape[2]
     packed = x.reshape(rows, width)
     if rows != ranks * local:
-        packed = torch.cat((packed, packed.new_zeros((ranks * local - rows, width))))
+        packed = x.new_empty((ranks * local, width))
+        packed[:rows].copy_(x[0])
+        packed[rows:].zero_()
     received = _all_to_all("heads_to_rows", packed.view(ranks, local, width), ranks, group)
-    return received.transpose(0, 1).reshape(1, local, ranks * width)
+    return ordered(received.transpose(0, 1)).view(1, local, ranks * width)
 
 
 def _heads_to_rows_fake(x: torch.Tensor, local: int, ranks: int, group: str) -> torch.Tensor:

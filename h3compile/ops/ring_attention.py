@@ -10,6 +10,7 @@ from h3compile.ops.exchange_groups import others, sent
 from h3compile.ops.numerics import wide
 from h3compile.ops.operator import Cost, define
 from h3compile.ops.rows import byte_count
+from h3compile.ops.runs import copy_runs
 
 __all__ = ["RING_ATTENTION"]
 
@@ -22,19 +23,22 @@ def _reference(
     ranks = others(group, ring)
     place = ranks.rank() if ranks is not None else 0
     length = query.shape[1]
-    held = torch.stack((key[0], value[0]))
+    held = key.new_empty((2, *key.shape[1:]))
+    copy_runs(held[0], key[0])
+    copy_runs(held[1], value[0])
     queries = query.transpose(1, 2)
-    out = queries.new_zeros(queries.shape, dtype=wide(queries[:, :, :0]).dtype)
-    logs = out.new_full(out.shape[:-1], -torch.inf)
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
     for turn in range(ring):
         # Before the product, so that the next stretch arrives behind it.
         coming = _Passed(held, ranks, place, ring) if ranks is not None and turn + 1 < ring else None
         valid = min(length, rows - (place - turn) % ring * length)
         if valid > 0:
-            out, logs = _merged(out, logs, *_attended(queries, *held[:, None, :valid].transpose(2, 3)))
+            more = _attended(queries, *held[:, None, :valid].transpose(2, 3))
+            found = more if found is None else _merged(*found, *more)
         if coming is not None:
             held = coming.wait()
-    return out.to(query.dtype).transpose(1, 2).contiguous()
+    assert found is not None, "a sequence has a row"
+    return found[0].transpose(1, 2).to(query.dtype).contiguous()
 
 
 class _Passed:
@@ -83,14 +87,14 @@ def _cudnn_can(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
 def _merged(
     out: torch.Tensor, logs: torch.Tensor, more: torch.Tensor, more_logs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys from that over each."""
+    """Attention over two sets of keys from that over each, in the wide dtype."""
     both = torch.logaddexp(logs, more_logs)
-    share, rest = ((part - both).exp().unsqueeze(-1) for part in (logs, more_logs))
-    return out * share + more * rest, both
+    share = (more_logs - both).exp().unsqueeze(-1)
+    return torch.lerp(wide(out), wide(more), share), both
 
 
-# Bytes an element that a merge moves: two products, one of a 16-bit result, and their sum, all in FP32.
-_MERGED = 26
+# Bytes an element that a merge moves: a 16-bit result widened, and two FP32 ones read for a third.
+_MERGED = 18
 
 
 def _fake(query: torch.Tensor, *_: object) -> torch.Tensor:
@@ -103,7 +107,8 @@ def _cost(
     length, heads, width = query.shape[1:]
     kind = str(query.dtype).removeprefix("torch.")
     stretch = byte_count(key) + byte_count(value)
-    moved = 2 * byte_count(query) + 2 * ring * stretch + ring * _MERGED * query.numel()
+    # The first result is widened, those after it are merged, the last is rounded.
+    moved = 2 * byte_count(query) + 2 * ring * stretch + ((ring - 1) * _MERGED + 12) * query.numel()
     return Cost({kind: 4 * heads * length * rows * width}, moved, stretch * (ring - 1))
 
 
