@@ -38,10 +38,6 @@ OUTLIERS: Mapping[str, str] = {
     "H200, memory: diffusers, 10 layers, 37,760 rows: group offload, two blocks": (
         "Python's variables keep two tensors of the width of a row that nothing reads again: 0.8 GiB"
     ),
-    "8x B300, DLO: 10 resident, memory": (
-        "all points with residents are 3.8 to 4.3 GiB above, whatever their number, here a fifth: probably "
-        "what the allocator keeps of the encoder's stage, for reserved memory is what was published"
-    ),
     "8x B300, topologies: DP1xSP8 AllGather, request": (
         "the other publication has 29.09 s for the same plan (0 resident, above); this older one has 13 ms "
         "a block, and devices have 9 ms of work: probably the host's launching"
@@ -76,7 +72,7 @@ def draw(found: list[Figure], path: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "h3compile"
     groups = list(dict.fromkeys(figure.group for figure in found))
-    figure, axes = plt.subplots(1, len(groups), figsize=(12, 4.2), sharey=True)
+    figure, axes = plt.subplots(1, len(groups), figsize=(13, 4.6), sharey=True)
     for axis, group in zip(axes, groups, strict=True):
         dots = [one for one in found if one.group == group]
         bar = 100 * dots[0].bar
@@ -86,7 +82,8 @@ def draw(found: list[Figure], path: Path) -> None:
             color = "#2f6f8f" if one.fits else "#b04a3a"
             axis.plot(place, 100 * one.off, "o", color=color, markersize=4)
         outside = sum(not one.fits for one in dots)
-        axis.set_title(f"{group}\n{len(dots)} figures, {outside} outside", fontsize=8.5)
+        title = group.replace(", ", ",\n")
+        axis.set_title(f"{title}\n{len(dots)} figures,\n{outside} outside", fontsize=8.5)
         axis.set_xticks([])
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right", "bottom"]].set_visible(False)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from figure import GIB, Figure
 
 from h3compile.plan.cost import (
+    Parallel,
+    operation_seconds,
     piece_seconds,
     region_seconds,
     request_seconds,
@@ -19,6 +21,8 @@ from h3compile.plan.cost import (
 )
 from h3compile.plan.memory import activation_bytes, kept_timesteps, memory_plan
 from h3compile.plan.residency import Residency, prefix, spaced
+from h3compile.plan.schedule import Compute, Copy, Gather
+from h3compile.plan.simulate import steady_step_seconds
 from h3compile.plan.work import ProgramWork, released
 from h3compile.targets import find_target
 
@@ -44,6 +48,14 @@ def _h200(group: str, name: str, unit: str, predicted: float, measured: float) -
 def _load(name: str) -> dict:  # type: ignore[type-arg]
     found: dict = json.loads((RESULTS / name).read_text())  # type: ignore[type-arg]
     return found
+
+
+def _rank_sizes(rows: int) -> dict[str, int]:
+    """The canvas that the ranks' benchmark calls so."""
+    whole, frames, audio = {37_760: (1008, 37, 414), 73_500: (1008, 72, 874), 11_000: (285, 37, 414)}[rows]
+    video = whole * frames
+    lengths = {"video_rows": video, "audio_rows": audio, "text_rows": 50}
+    return {"rows": video + audio + 50, **lengths, "timesteps": 2}
 
 
 # In h200_passes.json -> the table that was read off the same program.
@@ -73,6 +85,7 @@ def h200_figures() -> Iterator[Figure]:
     yield from _forwards()
     yield from _memory()
     yield from _streaming()
+    yield from _ranks()
 
 
 def _blocks() -> Iterator[Figure]:
@@ -291,3 +304,53 @@ def _streaming() -> Iterator[Figure]:
             place, share = _PLANS[plan]
             kept = place(work.blocks, round(share * len(work.blocks)))
             yield _h200("streaming", f"{table}, 5,792 rows, {plan}", "ms", step(5_792, kept), ms)
+
+
+# What was measured before `ops/runs.py`: a block of two ranks took so much longer to put in order what it
+# exchanges, and a ring to merge, in ms at 37,760 rows (h200_rank_alone.json, orders; 36 bytes a number more,
+# at what PyTorch's own kernels reach).
+_EARLIER_MS = {"ulysses": 0.78, "ring": 1.98}
+
+
+def _ranks() -> Iterator[Figure]:
+    """Two ranks: four blocks, the whole depth in FP8, and blocks streamed, as `ranks.py` timed them."""
+    target, run = find_target("h200"), _load("h200_x2_ranks.json")
+
+    def earlier(way: str, layers: int, rows: int) -> float:
+        return layers * _EARLIER_MS[way] * rows / 37_760
+
+    depths = (("blocks", "fuse", run["layers"], ""), ("deep", "fp8", run["deep_layers"], "fp8 "))
+    for section, table, layers, prefix_ in depths:
+        work = released(table).with_blocks(layers)
+        for rows in (37_760, 73_500):
+            for way, ring in (("ulysses", None), ("ring", 2)):
+                ms = run[section][f"{rows}_ms"][f"{prefix_}{way}=2"]
+                ours = 1e3 * step_seconds(work, target, _rank_sizes(rows), shards=2, ring=ring)
+                name = f"{table}, {layers} layers, {rows:,} rows, {way}=2"
+                yield Figure("2x H200, steps", name, "ms", ours + earlier(way, layers, rows), ms, H200_BAR)
+    work = released("fuse")
+    for name, point in run["dlo"].items():
+        if not isinstance(point, dict):
+            continue
+        rows, mode, _ = name.split()
+        sizes = _rank_sizes(int(rows))
+        kept = spaced(work.blocks, point["resident"])
+        residency = Residency(work.blocks, kept, 0 if kept == work.blocks else 2, mode)
+        known = operation_seconds(work, target, sizes, residency, Parallel(2))
+        longer = earlier("ulysses", 1, int(rows)) / 1e3
+
+        def seconds(
+            one: Compute | Copy | Gather,
+            known: Callable[[Compute | Copy | Gather], float] = known,
+            longer: float = longer,
+        ) -> float:
+            return known(one) + (longer if isinstance(one, Compute) and one.call in work.blocks else 0.0)
+
+        ours = 1e3 * steady_step_seconds(work.names("step"), residency, seconds)
+        plan = memory_plan(
+            work, sizes, residency, Parallel(2), timesteps=kept_timesteps(49), arch="sm_90a"
+        ).total("denoise")
+        label = f"{int(rows):,} rows, {mode}, {point['resident']} of 50 resident"
+        yield Figure("2x H200, streaming", label, "ms", ours, point["ms"], H200_BAR)
+        used = point["used_bytes"] / GIB
+        yield Figure("2x H200, streaming", f"{label}: used", "GiB", plan / GIB, used, H200_BAR)

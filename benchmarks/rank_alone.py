@@ -74,8 +74,9 @@ def operand(port: Port, sizes: Mapping[str, int]) -> torch.Tensor:
         return drawn.fill_(2e-4)
     if port.dtype == torch.float8_e4m3fn:
         drawn *= 100
-    elif port.name.endswith("weight") and len(shape) == 2:
-        drawn *= 0.02
+    elif port.name.endswith("weight"):
+        # Of linears, and of norms.
+        drawn = drawn * 0.02 if len(shape) == 2 else 1 + 0.1 * drawn
     return drawn.to(port.dtype)
 
 

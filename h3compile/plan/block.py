@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from h3compile.plan import collectives
-from h3compile.plan.cost import piece_seconds, ring_turns
+from h3compile.plan.cost import piece_seconds, ring_turns, waiting_seconds
 from h3compile.plan.polynomial import Sizes
 from h3compile.plan.work import Piece, ProgramWork
 from h3compile.targets import Target
@@ -40,16 +40,24 @@ def block_spans(
     def compute(what: str, some: tuple[Piece, ...]) -> None:
         spans.add("kernels", what, sum(piece_seconds(p, target, sizes, shards=shards) for p in some))
 
+    waits = waiting_seconds(work, target, sizes, shards) if shards > 1 else 0.0
+
     def exchange(what: str, share: float) -> None:
-        if ulysses > 1:
-            moved = collectives.ulysses_bytes(sizes["rows"], work.attended, shards, stretches)
-            spans.add("exchange", what, collectives.seconds(target, share * moved))
+        moved = collectives.ulysses_bytes(sizes["rows"], work.attended, shards, stretches)
+        # Who is there first waits in it for the others.
+        spans.add("exchange", what, collectives.seconds(target, share * moved) + waits / 2)
+
+    def order(share: float) -> None:
+        moved = collectives.ordered_bytes(sizes["rows"], work.attended, shards)
+        spans.add("kernels", "order", share * moved / target.rate("bandwidth").reached)
 
     # Rows become heads before the norms of queries and keys, or before what prepares them for SAGE.
     own = next(index for index, piece in enumerate(pieces) if piece.kind == "gemm") + 1
     (dense,) = (index for index, piece in enumerate(pieces) if piece.kind == "attention")
     compute("norm, qkv", pieces[:own])
-    exchange("q, k, v", 3 / 4)
+    if ulysses > 1:
+        order(3 / 4)
+        exchange("q, k, v", 3 / 4)
     compute("q, k norm", pieces[own:dense])
     if stretches == 1:
         compute("attention", pieces[dense : dense + 1])
@@ -60,7 +68,11 @@ def block_spans(
             spans.add("kernels", "attention", turn)
             if count + 1 < stretches:
                 spans.beside("exchange", "k, v", begun, coming)
-    exchange("attention", 1 / 4)
+            if count == 0 and ulysses == 1:
+                spans.add("exchange", "waits", waits)
+    if ulysses > 1:
+        exchange("attention", 1 / 4)
+        order(1 / 4)
     compute("out, feed-forward", pieces[dense + 1 :])
     return tuple(spans.found)
 

@@ -6,6 +6,8 @@ The bytes are a rank's own: what it receives, and sends. Links carry both direct
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Literal
 
 from h3compile.errors import H3CompileError
 from h3compile.plan.polynomial import Sizes
@@ -15,8 +17,10 @@ from h3compile.targets import Target
 __all__ = [
     "LATENCY",
     "RING_HOLDS",
+    "Kind",
     "degrees",
     "gather_weights_bytes",
+    "ordered_bytes",
     "output_bytes",
     "ring_bytes",
     "seconds",
@@ -24,14 +28,18 @@ __all__ = [
     "ulysses_bytes",
 ]
 
-# Seconds that a collective of a few kilobytes takes on one node: NCCL's own start, a barrier among ranks.
-# NCCL's published latencies on eight NVLinked devices lie between 20 and 40 microseconds.
-LATENCY = 30e-6
+Kind = Literal["exchange", "gather", "turn"]
+
+# Seconds before a collective has its rate, and rates of gathers and of a ring's turns over that of exchanges,
+# which a target's link has: fitted to NCCL 2.28 between two H200, 134 to 812 MB, off by 1 to 8 % there
+# (h200_x2_ranks.json, links).
+LATENCY = 60e-6
+_RATE: Mapping[Kind, float] = {"exchange": 1.0, "gather": 0.8, "turn": 1.08}
 
 _BF16 = 2
-# What a ring holds of its queries' numbers over what they are in BF16: two stretches of keys and values, four
-# results in FP32 that are merged, and the last one in BF16 (ops/ring_attention.py): 26 bytes.
-RING_HOLDS = 13
+# What a ring holds of its queries' numbers over what they are in BF16: two stretches of keys and values, two
+# results, both in FP32 too, and a third that they become (ops/ring_attention.py): 24 bytes.
+RING_HOLDS = 12
 # Exchanges of a block: queries, keys and values together, then the attention's result.
 ULYSSES_EXCHANGES = 2
 # What leaves the model a row: 96 video channels in FP32, with 32 of audio; the whole row would be 10,752
@@ -75,6 +83,14 @@ def ring_bytes(rows: float, attended: int, shards: int, ring: int | None = None)
     return 2 * _BF16 * (rows / shards) * attended * ((shards if ring is None else ring) - 1)
 
 
+def ordered_bytes(rows: float, attended: int, shards: int) -> float:
+    """Bytes a rank reads and writes in one block to put in order what is exchanged for heads: 16 (S/P) W.
+
+    Queries, keys and values before they go, and the result once it has come.
+    """
+    return 2 * 4 * _BF16 * (rows / shards) * attended
+
+
 def gather_weights_bytes(block: float, shards: int) -> float:
     """Bytes a rank receives when a block is put together from one shard of every rank."""
     return block * (shards - 1) / shards
@@ -85,14 +101,14 @@ def output_bytes(rows: float, shards: int) -> float:
     return _OUTPUT_BYTES * rows * (shards - 1) / shards
 
 
-def seconds(target: Target, moved: float, exchanges: int = 1) -> float:
+def seconds(target: Target, moved: float, exchanges: int = 1, kind: Kind = "exchange") -> float:
     """Seconds of ``exchanges`` collectives that move ``moved`` bytes a rank together.
 
     `H3CompileError` where the target has no link to another device.
     """
     if target.peer is None:
         raise H3CompileError(f"{target.name} has no link to another device", "plan for one device")
-    return moved / target.peer.rate.reached + exchanges * LATENCY
+    return moved / (target.peer.rate.reached * _RATE[kind]) + exchanges * LATENCY
 
 
 def step_seconds(
@@ -100,13 +116,17 @@ def step_seconds(
 ) -> dict[str, float]:
     """What each call of a step adds when ``shards`` devices share its rows, by call name; without rings.
 
-    Blocks exchange heads; the last call gathers the rows that leave.
+    Blocks exchange heads, which are put in order for it; the last call gathers the rows that leave.
     """
     if shards == 1:
         return {}
     rows = sizes["rows"]
     ulysses, ring = split(work.heads, shards, ring)
-    exchanges = ULYSSES_EXCHANGES if ulysses > 1 else 0
-    block = seconds(target, ulysses_bytes(rows, work.attended, shards, ring), exchanges)
+    block = 0.0
+    if ulysses > 1:
+        block = seconds(target, ulysses_bytes(rows, work.attended, shards, ring), ULYSSES_EXCHANGES)
+        block += ordered_bytes(rows, work.attended, shards) / target.rate("bandwidth").reached
     last = work.names("step")[-1]
-    return dict.fromkeys(work.blocks, block) | {last: seconds(target, output_bytes(rows, shards))}
+    return dict.fromkeys(work.blocks, block) | {
+        last: seconds(target, output_bytes(rows, shards), kind="gather")
+    }

@@ -3,7 +3,7 @@
 An operator takes as long as its FLOP at the rate the target reaches, or its bytes at the bandwidth it
 reaches, whichever is longer, and a launch. Of size effects there are two: the last wave of tiles is half
 empty on average, and nothing is faster than a launch. Constants were measured on the H200, where their
-comment says; one is fitted to published figures, `_CONTENTION`.
+comment says.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "ring_turns",
     "step_seconds",
     "streamed_step_seconds",
+    "waiting_seconds",
 ]
 
 # Tiles of the last wave that are missing on average: half of the H200's 132 multiprocessors. The devices
@@ -45,7 +46,13 @@ _HALF_WAVE = 132 / 2
 # 60.5 over 68.3 (h200_passes.json, h200_attention.json). Elsewhere the `attention` operator is cuDNN
 # itself.
 _CUDNN_ON_HOPPER = 0.89
-_BY_CUDNN = ("aten.scaled_dot_product_attention", "ring_attention.default")
+# A ring's is cuDNN's too, slower where it gives the logarithms of its sums: over ours in a block alone, two
+# stretches and four, 37,760 and 73,500 rows (h200_rank_alone.json).
+_RING_ON_HOPPER = 0.83
+_ON_HOPPER: Mapping[str, float] = {
+    "aten.scaled_dot_product_attention": _CUDNN_ON_HOPPER,
+    "ring_attention.default": _RING_ON_HOPPER,
+}
 
 # What PyTorch's own kernels, an operator each, reach of a copy: in one block as Diffusers ships it 13.5 ms
 # of them, at 37,760 rows, for bytes that a copy moves in 8.0 ms (h200_passes.json). Concatenation is the
@@ -55,10 +62,16 @@ _EAGER = 0.59
 # (h200_passes.json).
 _PREPARE = 0.87
 
-# What a ring merges with, in PyTorch's own kernels: bytes a number and launches of a turn
-# (ops/ring_attention.py). No ring was measured on GPUs yet.
-_MERGED = 26
-_MERGE_LAUNCHES = 8
+# What a ring merges with, in PyTorch's own kernels: bytes a number of a merge, of the first result that is
+# widened and the last that is rounded, and of keys and values that are laid together; launches of a turn
+# (ops/ring_attention.py).
+_MERGED = 18
+_ENDS = 12
+_LAID = 8
+_MERGE_LAUNCHES = 6
+# What travels round a ring takes from the product beside it, over its own time: NCCL's kernels hold
+# multiprocessors that cuDNN's count on. Fitted to two H200, 2.0 to 3.3 (h200_x2_ranks.json).
+_BESIDE_A_TURN = 2.3
 _GOES_ROUND = ("attention.default", "aten.scaled_dot_product_attention")
 
 # What the tests of Skip-Softmax cost when nothing is skipped: 51.5 ms over 48.2 (h200_passes.json,
@@ -74,9 +87,13 @@ _LOWERING_SECONDS = 33.0
 _WEIGHT_SECONDS = 37.0 / 9.5e9
 
 # How much of a gather's time is taken from the kernels beside it: NCCL's kernels hold multiprocessors and
-# read and write device memory. Fitted to the published DLO points of 8x B300: none of it would leave zero
-# residents as fast as all, and they are 3.2 s of 25.9 slower.
-_CONTENTION = 0.75
+# read and write device memory. Between 0.27, which is what two H200 lost (h200_x2_ranks.json), and the 0.56
+# that the published DLO points of 8x B300 ask for, where zero residents are 3.2 s of 25.9 slower than all.
+_CONTENTION = 0.4
+
+# How long ranks wait for the slowest of them, as a share of what a block computes: fitted to steps of two
+# H200, which were 1 to 6 % longer than one rank's block alone and the links alone (h200_x2_ranks.json).
+_WAITING = 0.025
 
 
 @dataclass(frozen=True)
@@ -138,8 +155,8 @@ def _of_a_copy(piece: Piece) -> float:
 
 def _relative(piece: Piece, target: Target, skipped: float) -> float:
     """Speed of a kernel over the one that the target's rate is of."""
-    if piece.operator in _BY_CUDNN and target.arch == "sm_90a":
-        return _CUDNN_ON_HOPPER
+    if piece.operator in _ON_HOPPER and target.arch == "sm_90a":
+        return _ON_HOPPER[piece.operator]
     if piece.operator.endswith(".skip"):
         return 1 / ((1 + _TESTS) * (1 - _SAVED * skipped))
     return 1.0
@@ -168,9 +185,9 @@ def call_seconds(
     heads would have to pass keys round, and the attention is one that cannot.
     """
     extra = collectives.step_seconds(work, target, sizes, shards, ring)
-    _, stretches = collectives.split(work.heads, shards, ring)
-    if stretches > 1:
-        longer = _ring_seconds(work, target, sizes, shards, stretches)
+    if shards > 1:
+        longer = waiting_seconds(work, target, sizes, shards, skipped=skipped)
+        longer += _ring_seconds(work, target, sizes, shards, ring)
         extra |= {name: extra[name] + longer for name in work.blocks}
     found: dict[str, float] = {}
     for call in work.stage("request", "step"):
@@ -180,10 +197,17 @@ def call_seconds(
     return found
 
 
+def waiting_seconds(
+    work: ProgramWork, target: Target, sizes: Sizes, shards: int, *, skipped: float = 0.0
+) -> float:
+    """Seconds that ranks wait in a block for the slowest of them."""
+    return _WAITING * region_seconds(work.block, target, sizes, shards=shards, skipped=skipped)
+
+
 def ring_turns(
     work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int
 ) -> tuple[float, float]:
-    """Seconds that a turn of a ring multiplies and merges in a block, and that the next stretch travels.
+    """Seconds that a turn of a ring multiplies and merges in a block, and that a stretch travels by itself.
 
     `H3CompileError` where the attention is one that cannot have keys in parts.
     """
@@ -197,10 +221,12 @@ def ring_turns(
     turns = replace(dense, operator="ring_attention.default", launches=ring)
     product = piece_seconds(turns, target, sizes, shards=shards)
     numbers = sizes["rows"] / shards * work.attended  # of queries, which a rank has of its heads
-    merge = _MERGED * numbers / (target.rate("bandwidth").reached * _EAGER)
-    merge += _MERGE_LAUNCHES * target.launch_seconds
+    moved = (_MERGED * (ring - 1) + _ENDS + _LAID) * numbers
+    merges = moved / (target.rate("bandwidth").reached * _EAGER)
     coming = collectives.ring_bytes(sizes["rows"], work.attended, shards, ring) / (ring - 1)
-    return product / ring + merge, collectives.seconds(target, coming)
+    travels = collectives.seconds(target, coming, kind="turn")
+    beside = _BESIDE_A_TURN * travels * (ring - 1) / ring
+    return (product + merges) / ring + beside + _MERGE_LAUNCHES * target.launch_seconds, travels
 
 
 def _attention(work: ProgramWork) -> Piece:
@@ -208,11 +234,14 @@ def _attention(work: ProgramWork) -> Piece:
     return found
 
 
-def _ring_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int) -> float:
+def _ring_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int | None) -> float:
     """What a block takes longer when keys go round than when they do not, exchanges of heads left out."""
-    turn, coming = ring_turns(work, target, sizes, shards, ring)
+    _, stretches = collectives.split(work.heads, shards, ring)
+    if stretches == 1:
+        return 0.0
+    turn, coming = ring_turns(work, target, sizes, shards, stretches)
     alone = piece_seconds(_attention(work), target, sizes, shards=shards)
-    return (ring - 1) * max(turn, coming) + turn - alone
+    return (stretches - 1) * max(turn, coming) + turn - alone
 
 
 def step_seconds(
@@ -255,7 +284,7 @@ def operation_seconds(
     for call in work.stage("request", "step"):
         piece = piece_bytes(round(moved_bytes(call, work, sizes)), ranks, residency.pieces)
         copy = piece / _host(target)
-        gather = collectives.seconds(target, piece * (ranks - 1)) if gathered else 0.0
+        gather = collectives.seconds(target, piece * (ranks - 1), kind="gather") if gathered else 0.0
         copies |= dict.fromkeys(call.names, copy)
         gathers |= dict.fromkeys(call.names, gather)
     step = work.names("step")

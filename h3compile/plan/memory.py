@@ -40,8 +40,11 @@ _CUBLAS = 2 * 32 * MIB
 # What the allocator holds beyond what is alive, as a share of activations: the values of a step are packed
 # (`packing.py`), small ones take segments. On an H200, reserved was 0.99 to 1.00 of the plan with this.
 _SLACK = 0.02
-# NCCL's channels of one communicator. Assumed.
-_NCCL = 512 * MIB
+# NCCL's channels: of the communicator that exchanges for heads, and of the one that gathers weights. Measured
+# with two H200 and NCCL 2.28 (h200_x2_ranks.json): what the driver counts beyond the allocator's and the
+# context. Assumed of more devices.
+_NCCL_EXCHANGES = 1260 * MIB
+_NCCL_GATHERS = 450 * MIB
 # Python, torch and CUDA on the host. Assumed.
 _PROCESS = 3 * 10**9
 _BF16 = 2
@@ -159,7 +162,7 @@ def memory_plan(
     base["workspace"] = _CUBLAS
     base["context"] = _CONTEXT
     step = max(activation_bytes(work, here, "step"), activation_bytes(work, sizes, "request"))
-    sharing = {"collectives": _NCCL} if max(parallel.shards, parallel.ranks) > 1 else {}
+    sharing = {"collectives": _channels(residency, parallel)}
     during = {"activations": step, "workspace": round(_SLACK * step) + _by_library(work, here, arch)}
     if not folded:
         # Tables are evaluated before the step's first call: what is alive is the larger of both.
@@ -201,6 +204,12 @@ def _table_bytes(work: ProgramWork, residency: Residency, fixed: Iterable[CallWo
 def _cold(work: ProgramWork) -> int:
     """The largest range of the schedule's calls: one buffer serves them in turn."""
     return max((work.regions[call.region].weights for call in work.stage("schedule")), default=0)
+
+
+def _channels(residency: Residency, parallel: Parallel) -> int:
+    """What NCCL holds for the groups that exchange rows and gather weights."""
+    exchanges = _NCCL_EXCHANGES if parallel.shards > 1 else 0
+    return exchanges + (_NCCL_GATHERS if residency.mode == "allgather" and parallel.ranks > 1 else 0)
 
 
 def _exchanged(work: ProgramWork, sizes: Sizes, shards: int) -> int:

@@ -35,7 +35,7 @@ _LIMIT = "#b04a3a"
 _RESIDENT = "#52606d"
 _OTHER = "#a9b4c0"
 _COLORS = ("#2f6f8f", "#e08e36", "#6a994e", "#8a5a9e")
-_BLOCK_COLORS = ("#2f6f8f", "#e08e36", "#8a5a9e", "#6a994e", "#52606d", "#d4b73f")
+_BLOCK_COLORS = ("#2f6f8f", "#e08e36", "#8a5a9e", "#6a994e", "#52606d", "#d4b73f", "#5f9db8", "#b04a3a")
 _LANES: Mapping[Stream, str] = {
     "compute": "kernels",
     "copy": "host to device",

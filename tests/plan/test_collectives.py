@@ -48,7 +48,11 @@ def test_a_step_exchanges_in_blocks_and_gathers_at_its_end() -> None:
     assert set(added) == {"block.0", "block.1", "block.2", "head.0"}
     assert target.peer is not None
     moved = collectives.ulysses_bytes(CLIP["rows"], 7168, 8)
-    assert added["block.1"] == pytest.approx(moved / target.peer.rate.reached + 2 * collectives.LATENCY)
+    # Queries, keys, values and the result of a rank are each read and written once to be put in order.
+    ordered = 2 * 4 * 2 * CLIP["rows"] / 8 * 7168 / target.rate("bandwidth").reached
+    assert added["block.1"] == pytest.approx(moved / target.peer.rate.reached + 2 * 60e-6 + ordered)
+    gathered = collectives.output_bytes(CLIP["rows"], 8) / (0.8 * target.peer.rate.reached)
+    assert added["head.0"] == pytest.approx(gathered + 60e-6)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,17 @@ def test_a_mixed_exchange_is_the_sum_of_its_formulas() -> None:
     assert collectives.ulysses_bytes(rows, 7168, 8, 4) == 8 * (rows / 8) * 7168 / 2
     alone = collectives.step_seconds(released("fuse"), find_target("b300"), CLIP, 3)
     assert alone["block.0"] == 0  # a ring exchanges no heads
+
+
+@pytest.mark.parametrize(("kind", "moved", "us"), [
+    ("exchange", 405_999_616, 1257), ("exchange", 135_499_776, 496),
+    ("gather", 405_999_616, 1559), ("gather", 135_499_776, 562),
+    ("turn", 812_000_000, 2272), ("turn", 271_000_000, 799),
+])  # fmt: skip
+def test_a_collective_takes_what_it_took_between_two_h200(
+    kind: collectives.Kind, moved: int, us: float
+) -> None:
+    assert collectives.seconds(find_target("h200"), moved, kind=kind) == pytest.approx(us * 1e-6, rel=0.08)
 
 
 def test_a_target_alone_has_nobody_to_talk_to() -> None:

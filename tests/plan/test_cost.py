@@ -127,13 +127,14 @@ def test_a_ring_costs_its_merges_where_the_link_is_fast_and_its_transfers_where_
     heads, ring, both = (
         call_seconds(work, target, CLIP, shards=8, ring=ring)["block.3"] for ring in (1, 8, 2)
     )
-    assert heads < both < ring < 1.3 * heads
+    assert heads < both < ring < 1.7 * heads
     assert target.peer is not None
     slow = replace(target, peer=Link("pcie", Rate(1e9, 1.0, "made up")))
     waiting = call_seconds(work, slow, CLIP, shards=8, ring=8)["block.3"]
     # Nothing hides behind a product that short: seven stretches of keys and values, one after the other.
-    travel = 4 * CLIP["rows"] / 8 * 7168 * 7 / 1e9
-    assert travel < waiting < travel + ring
+    # What travels slows the product beside it, which is the last one's loss too.
+    travel = 4 * CLIP["rows"] / 8 * 7168 * 7 / 1.08e9
+    assert travel < waiting
 
 
 def test_ranks_that_cannot_share_heads_pass_keys_round_if_the_attention_can() -> None:
@@ -148,23 +149,27 @@ def test_ranks_that_cannot_share_heads_pass_keys_round_if_the_attention_can() ->
 
 
 def test_a_turn_of_a_ring_by_hand() -> None:
-    """A quarter of the rows a turn: the product by cuDNN, a launch, and a merge by PyTorch's own kernels."""
+    """A quarter of the rows a turn: the product by cuDNN, merges by PyTorch, NCCL beside them."""
     work, target = released("fuse"), find_target("h200")
     turn, coming = ring_turns(work, target, CLIP, 4, 4)
+    numbers = CLIP["rows"] / 4 * 7168
     (dense,) = (piece for piece in work.regions["block"].pieces if piece.kind == "attention")
     assert target.peer is not None and dense.tile is not None
     flop = dense.flop.at(CLIP) / 4 + 66 * dense.tile.at(CLIP)
-    product = flop / (target.rate("attention.bfloat16").reached * 0.89)
-    merged = 26 * CLIP["rows"] / 4 * 7168 / (target.rate("bandwidth").reached * 0.59)
-    assert turn == pytest.approx(product / 4 + target.launch_seconds + merged + 8 * target.launch_seconds)
-    assert coming == pytest.approx(4 * CLIP["rows"] / 4 * 7168 / target.peer.rate.reached + 30e-6)
+    product = flop / (target.rate("attention.bfloat16").reached * 0.83)
+    # Three merges, a result widened and one rounded, keys and values laid together.
+    merged = (3 * 18 + 6 + 6 + 8) * numbers / (target.rate("bandwidth").reached * 0.59)
+    assert coming == pytest.approx(4 * numbers / (1.08 * target.peer.rate.reached) + 60e-6)
+    beside = 2.3 * coming * 3 / 4
+    launches = (1 + 6) * target.launch_seconds
+    assert turn == pytest.approx(product / 4 + merged / 4 + beside + launches)
 
 
 def test_the_operator_counts_the_same_bytes_of_a_merge() -> None:
     held = torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta")
     whole = RING_ATTENTION.cost(held, held, held, 512, 4, "ring").bytes
-    # Queries and results once, keys and values of four turns twice.
-    assert (whole - 2 * held.nbytes - 4 * 2 * 2 * held.nbytes) / (4 * held.numel()) == 26
+    # Queries and results once, keys and values of four turns twice; three merges.
+    assert (whole - 2 * held.nbytes - 4 * 2 * 2 * held.nbytes) / held.numel() == 3 * 18 + 12
 
 
 def small(count: int = 4) -> ProgramWork:
@@ -193,12 +198,13 @@ def test_operations_of_an_allgather() -> None:
     copy = seconds(Copy("block.1", 0, 0, 0))
     gather = seconds(Gather("block.1", 0, 0, 0))
     assert copy == pytest.approx(moved / 8 / pieces / target.host.rate.reached, rel=1e-6)
-    assert gather == pytest.approx(moved * 7 / 8 / pieces / target.peer.rate.reached + 30e-6, rel=1e-6)
+    gathered = moved * 7 / 8 / pieces / (0.8 * target.peer.rate.reached)
+    assert gather == pytest.approx(gathered + 60e-6, rel=1e-6)
     # Kernels beside a gather are slower, and nobody else's are.
     alone = call_seconds(work, target, CLIP, shards=2)
     step = work.names("step")
     slower = sum(seconds(Compute(name)) - alone[name] for name in step)
-    assert slower == pytest.approx(0.75 * 4 * pieces * gather)
+    assert slower == pytest.approx(0.4 * 4 * pieces * gather)
     assert seconds(Compute("refiner.0")) == alone["refiner.0"]
 
 

@@ -219,7 +219,7 @@ def test_who_computes_dense_attention_is_who_is_chosen(target: Target) -> None:
 
 
 def test_what_exchanges_hold() -> None:
-    """Of a number of a rank's queries: 12 bytes of heads, sent and received; 26 of a ring; or both."""
+    """Of a number of a rank's queries: 12 bytes of heads, sent and received; 24 of a ring; or both."""
     work = released("fuse")
 
     def held(shards: int) -> float:
@@ -227,4 +227,4 @@ def test_what_exchanges_hold() -> None:
         numbers = CLIP["rows"] / shards * work.attended
         return (plan.device["denoise"]["collectives"] - plan.device["encode"]["collectives"]) / numbers
 
-    assert (held(8), held(3), held(6)) == pytest.approx((12, 26, 38))
+    assert (held(8), held(3), held(6)) == pytest.approx((12, 24, 36))

@@ -51,7 +51,11 @@ def test_nothing_is_left_out(model: ModuleType) -> None:
         for rows in ("11,000", "37,760", "73,500"):
             assert f"H200, one block: {table}, {rows} rows" in names
     bars = {figure.group: figure.bar for figure in model.figures()}
-    assert all(bar == (0.10 if group.startswith("H200") else 0.15) for group, bar in bars.items())
+    ours = ("H200", "2x H200")
+    assert all(bar == (0.10 if group.startswith(ours) else 0.15) for group, bar in bars.items())
+    # Two ranks: four blocks and fifty, heads shared and a ring, two lengths; seven plans, ms and GiB.
+    assert sum(name.startswith("2x H200, steps") for name in names) == 8
+    assert sum(name.startswith("2x H200, streaming") for name in names) == 28
 
 
 def test_residents_cost_the_published_order_of_time_and_memory(model: ModuleType) -> None:
