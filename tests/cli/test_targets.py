@@ -43,8 +43,8 @@ def test_the_list_has_memory_rates_and_links(h3compile, monkeypatch) -> None:  #
     assert done.exit_code == 0
     rows = {row[0]: row for row in words(done.stdout)}
     assert set(targets()) <= set(rows)
-    assert " ".join(rows["h200"][-12:]) == "141 GB 4.17 716 / 1399 676 / 924 55 360 yes"
-    assert " ".join(rows["a100"][-11:]) == "80 GB 1.77 243 / - 225 / - 26 240"
+    assert " ".join(rows["h200"][-12:]) == "141 GB 4.17 716 / 1399 676 / 924 55 340 yes"
+    assert " ".join(rows["a100"][-11:]) == "80 GB 1.77 243 / - 225 / - 26 226"
     assert rows["gb10"][-3] == "/"  # E4M3 attention, the host, and no peer
     assert rows["cpu"][-1] == "yes"
     assert "--target auto is h200 on this machine." in done.stdout
