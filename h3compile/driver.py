@@ -47,6 +47,8 @@ from h3compile.models.checkpoint import (
 )
 from h3compile.models.trace import parameter_shapes, trace
 from h3compile.ops.attention import ATTENTION
+from h3compile.passes.sp import SequenceParallel
+from h3compile.pipeline.base import Pass
 from h3compile.pipeline.instruments import Dump, Report
 from h3compile.pipeline.manager import Manager, PassRun
 from h3compile.pipeline.registry import Registry
@@ -72,9 +74,10 @@ __all__ = ["BuildConfig", "build", "configured"]
 class BuildConfig(BaseModel):
     """The options of a build, by the names that recipes and the command line share.
 
-    ``steps`` are grid points of the schedules to fold (N points are N - 1 forwards); ``link`` leaves
-    weights in the checkpoint; ``weightless`` builds graphs only; ``allow`` names passes that may match
-    nothing; ``providers`` names, by operator, who must compute it on a GPU.
+    ``gpus`` share a clip by the pass `sp`, which is added where it was not asked for; ``steps`` are grid
+    points of the schedules to fold (N points are N - 1 forwards); ``link`` leaves weights in the
+    checkpoint; ``weightless`` builds graphs only; ``allow`` names passes that may match nothing;
+    ``providers`` names, by operator, who must compute it on a GPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,6 +85,7 @@ class BuildConfig(BaseModel):
     model: str = RELEASE
     passes: str = ""
     target: str = "auto"
+    gpus: int | None = None
     backend: str = "inductor"
     steps: tuple[int, ...] = (50,)
     partitions: tuple[str, ...] = ("transformer",)
@@ -92,6 +96,13 @@ class BuildConfig(BaseModel):
     providers: Mapping[str, str] = {}
     dump: Path | None = None
     output: Path | None = None
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus(cls, gpus: int | None) -> int | None:
+        if gpus is not None and gpus < 1:
+            raise ValueError(f"{gpus} GPUs share nothing: at least 1")
+        return gpus
 
     @field_validator("steps")
     @classmethod
@@ -128,6 +139,7 @@ def build(
     *,
     passes: str = "",
     target: str = "auto",
+    gpus: int | None = None,
     output: Path | str | None = None,
     backend: str = "inductor",
     steps: Sequence[int] = (50,),
@@ -150,6 +162,7 @@ def build(
             "model": model,
             "passes": passes,
             "target": target,
+            "gpus": gpus,
             "output": output,
             "backend": backend,
             "steps": steps,
@@ -165,6 +178,19 @@ def build(
     return _Build(config, progress or Silent()).run()
 
 
+def _shared(passes: Sequence[Pass], gpus: int | None, target: Target) -> list[Pass]:
+    """The passes for so many GPUs; without a number, for those that are here where `sp` was told none."""
+    if gpus is not None and gpus > 1 and not any(isinstance(one, SequenceParallel) for one in passes):
+        return [*passes, SequenceParallel(ranks=gpus)]
+    here = torch.cuda.device_count() if target.kind == "cuda" and present(target) else 1
+    return [
+        one.for_gpus(here if gpus is None else gpus)
+        if isinstance(one, SequenceParallel) and (gpus is not None or one.told is None)
+        else one
+        for one in passes
+    ]
+
+
 class _Build:
     def __init__(self, config: BuildConfig, progress: Progress) -> None:
         self.config = config
@@ -178,7 +204,7 @@ class _Build:
                 f"{self.target.name} with the backend {self.backend.name} takes no providers",
                 "leave them out, or build for a GPU with inductor",
             )
-        chosen, _ = resolve(config.passes, Registry.default())
+        chosen = _shared(resolve(config.passes, Registry.default())[0], config.gpus, self.target)
         for item in chosen:
             item.check(config.partitions)
         instruments = [Report(progress)]

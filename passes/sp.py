@@ -60,6 +60,25 @@ class SequenceParallel(Pass):
                 raise ValueError("exchange=fp8 is of heads, and a ring sends keys and values as they are")
             object.__setattr__(self, "tier", Tier.LOSSY)  # of this one
 
+    @property
+    def told(self) -> int | None:
+        """How many ranks the options say there are; None where they say nothing."""
+        if self.ranks is None and self.ulysses is None and self.ring is None:
+            return None
+        return self.ranks or (self.ulysses or 1) * (self.ring or 1)
+
+    def for_gpus(self, count: int) -> SequenceParallel:
+        """The same among ``count`` GPUs. Raises `BuildError` where it was told another number of ranks."""
+        if self.told is None and count > 1:
+            return replace(self, ranks=count)
+        if self.told is None:
+            raise BuildError("sp shares rows among GPUs, and there is one", "say how many: sp(ranks=N)")
+        if self.told != count:
+            raise BuildError(
+                f"sp is for {self.told} ranks, and the build for {count} GPUs", "leave one of them out"
+            )
+        return self
+
     def apply(self, program: Program, target: Target) -> Rewrite:
         return _Sharing(program, self._degrees(program)).run()
 
@@ -68,7 +87,7 @@ class SequenceParallel(Pass):
         if self.ulysses is not None or self.ring is not None:
             return Parallel(self.ulysses or 1, self.ring or 1, exchange, _ROWS)
         if self.ranks is None:
-            raise BuildError("sp does not know how many ranks there are", "say so: sp(ranks=N)")
+            raise BuildError("sp does not know how many ranks there are", "say how many: sp(ranks=N)")
         stages = execution_stages(program)
         regions = (program.regions[call.region] for call in program.calls if stages[call.name] is Stage.STEP)
         heads = next((count for region in regions if (count := heads_of(region)) is not None), 1)

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 import h3compile
+from h3compile import driver
+from h3compile.errors import BuildError
+from h3compile.passes.sp import SequenceParallel
 from h3compile.plan.polynomial import Polynomial
+from h3compile.targets import find_target
 
 LENGTHS = {"rows": 1000, "video_rows": 900, "audio_rows": 60, "text_rows": 40, "timesteps": 2}
 
@@ -33,3 +37,61 @@ def test_activations_hold_what_the_chosen_attention_returns(
     result = 2 * 8 * 16 * LENGTHS["rows"]  # BF16, the tiny model's heads
     named = activations("named", {"attention": "cudnn"})
     assert named - activations("default", {}) == (result if own else 0)
+
+
+@pytest.mark.parametrize(
+    ("passes", "gpus", "spelled"),
+    [
+        ("", 4, "sp(ranks=4)"),
+        ("sp", 2, "sp(ranks=2)"),
+        ("sp(exchange=fp8)", 4, "sp(ranks=4,exchange=fp8)"),
+        ("sp(ulysses=2,ring=2)", 4, "sp(ulysses=2,ring=2)"),
+        ("", 1, None),
+        ("", None, None),
+    ],
+)
+def test_gpus_share_a_clip_by_the_pass(
+    checkpoints: Callable[[torch.dtype], Path],
+    tmp_path: Path,
+    passes: str,
+    gpus: int | None,
+    spelled: str | None,
+) -> None:
+    engine = h3compile.build(
+        str(checkpoints(torch.bfloat16)),
+        weightless=True,
+        target="b300",
+        passes=passes,
+        gpus=gpus,
+        output=tmp_path / "x.h3e",
+    )
+    found = [record.spelled for record in engine.manifest.passes if record.spelled.startswith("sp")]
+    assert found == ([spelled] if spelled else [])
+
+
+@pytest.mark.parametrize(
+    ("passes", "gpus", "line"),
+    [
+        ("sp(ulysses=4)", 2, "sp is for 4 ranks, and the build for 2 GPUs: leave one of them out"),
+        ("sp(ranks=2)", 1, "sp is for 2 ranks, and the build for 1 GPUs: leave one of them out"),
+        ("sp", None, r"sp shares rows among GPUs, and there is one: say how many: sp\(ranks=N\)"),
+        ("", 0, "gpus: 0 GPUs share nothing: at least 1"),
+    ],
+)
+def test_numbers_that_differ_are_refused_before_anything_is_read(
+    tmp_path: Path, passes: str, gpus: int | None, line: str
+) -> None:
+    with pytest.raises(BuildError, match=line):
+        h3compile.build(str(tmp_path), target="b300", passes=passes, gpus=gpus, output=tmp_path / "x.h3e")
+    assert not (tmp_path / "x.h3e").exists()
+
+
+def test_sp_that_was_told_nothing_takes_the_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(driver, "present", lambda target: target.name == "h200")
+    sp = [SequenceParallel()]
+    assert driver._shared(sp, None, find_target("h200")) == [SequenceParallel(ranks=4)]
+    told = [SequenceParallel(ulysses=2)]
+    assert driver._shared(told, None, find_target("h200")) == told
+    with pytest.raises(BuildError, match="there is one"):  # of the machine's own, none
+        driver._shared(sp, None, find_target("b300"))

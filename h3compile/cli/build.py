@@ -34,6 +34,14 @@ def build(
             metavar="NAME", help="The device to build for; see `h3compile targets`.  [default: auto]"
         ),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="GPUs that share the rows of a clip, as the pass sp(ranks=N) has them.  [default: one, or "
+            "what sp says]",
+        ),
+    ] = None,
     hbm: Annotated[
         str | None,
         typer.Option(
@@ -101,6 +109,8 @@ def build(
       h3compile build --target b300 --passes -fold-schedule -o h3.h3e
     Schedules of 50 and of 8 grid points, both partitions:
       h3compile build --steps 50 --steps 8 --partition transformer --partition transformer_ref -o h3.h3e
+    For four GPUs that share every clip:
+      h3compile build --gpus 4 --passes fp8 -o h3.h3e
     Within 12 GiB of a card; `h3compile plan` says how fast that will be:
       h3compile build --target rtx-4090 --hbm 12GiB -o h3.h3e
     From a recipe, whose keys are these options, with lists for partitions, steps and allow:
@@ -113,6 +123,7 @@ def build(
         "model": model,
         "passes": passes,
         "target": target,
+        "gpus": gpus,
         "backend": backend,
         "steps": steps,
         "partitions": partition,

@@ -57,12 +57,13 @@ def test_every_option_reaches_the_driver(h3compile, driver: Driver) -> None:  # 
     )
     flags = ("--weightless", "--link", "--overwrite", "--allow", "hoist", "--provider", "attention=sdpa")
     names = ("--model", "m", "--passes", "-fold-schedule,fp8", "--target", "b300", "--backend", "eager")
-    done = h3compile("build", *repeated, *flags, *names, "--dump", "d", "-o", "x.h3e")
+    done = h3compile("build", *repeated, *flags, *names, "--gpus", "4", "--dump", "d", "-o", "x.h3e")
     assert done.exit_code == 0, done.stderr
     assert driver.options == {
         "model": "m",
         "passes": "-fold-schedule,fp8",
         "target": "b300",
+        "gpus": 4,
         "backend": "eager",
         "steps": (8, 50),
         "partitions": ("transformer", "transformer_ref"),
