@@ -280,7 +280,7 @@ def test_seven_ranks_share_seven_heads(on_ranks: OnRanks, packed: Callable[..., 
 @pytest.mark.parametrize(
     ("item", "passes", "message"),
     [
-        (SequenceParallel(), FUSED, r"how many ranks there are: say so: sp\(ranks=N\)"),
+        (SequenceParallel(), FUSED, r"how many ranks there are: say how many: sp\(ranks=N\)"),
         (
             SequenceParallel(ring=2),
             (*FUSED, Sage()),
