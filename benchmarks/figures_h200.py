@@ -10,12 +10,14 @@ from pathlib import Path
 
 from figure import GIB, Figure
 
+from h3compile.plan.collectives import ordered_bytes
 from h3compile.plan.cost import (
     Parallel,
     operation_seconds,
     piece_seconds,
     region_seconds,
     request_seconds,
+    ring_turns,
     step_seconds,
     streamed_step_seconds,
 )
@@ -85,6 +87,7 @@ def h200_figures() -> Iterator[Figure]:
     yield from _forwards()
     yield from _memory()
     yield from _streaming()
+    yield from _alone()
     yield from _ranks()
 
 
@@ -306,14 +309,44 @@ def _streaming() -> Iterator[Figure]:
             yield _h200("streaming", f"{table}, 5,792 rows, {plan}", "ms", step(5_792, kept), ms)
 
 
-# What was measured before `ops/runs.py`: a block of two ranks took so much longer to put in order what it
-# exchanges, and a ring to merge, in ms at 37,760 rows (h200_rank_alone.json, orders; 36 bytes a number more,
-# at what PyTorch's own kernels reach).
-_EARLIER_MS = {"ulysses": 0.78, "ring": 1.98}
+# What was run before `ops/runs.py`, and how much longer a block of two ranks took then, in ms at 37,760 rows:
+# putting in order what it exchanges, by the difference that h200_rank_alone.json measured; what a ring
+# merges, computed: 36 bytes a number more at the speed of the merge in that file.
+_EARLIER_MS = {"ulysses": 0.77, "ring": 2.85}
+
+
+def _alone() -> Iterator[Figure]:
+    """One rank's block with all but the links, as `rank_alone.py` timed it.
+
+    Not that of `exchange=fp8`, which the model does not know.
+    """
+    target, run = find_target("h200"), _load("h200_rank_alone.json")
+    for spelled, found in run.items():
+        if not isinstance(found, dict) or "kernels" not in found or "exchange" in spelled:
+            continue
+        passes, _, way = spelled.replace("default", "").rpartition("sp(")
+        table, way = (passes.strip(",") or "fuse", way.strip(")")) if "sp(" in spelled else (spelled, "")
+        work = released("fuse" if table == "default" else table)
+        ranks = int(way.partition("=")[2] or 1)
+        for rows in (37_760, 73_500, 11_000):
+            sizes = _rank_sizes(rows)
+            seconds = region_seconds(work.block, target, sizes, shards=ranks)
+            if way.startswith("ring"):
+                (attention,) = (piece for piece in work.block.pieces if piece.kind == "attention")
+                turn, _ = ring_turns(work, target, sizes, ranks, ranks)
+                seconds += ranks * turn - piece_seconds(attention, target, sizes, shards=ranks)
+            elif ranks > 1:
+                moved = ordered_bytes(sizes["rows"], work.attended, ranks)
+                seconds += moved / target.rate("bandwidth").reached
+            name = f"{spelled}, {rows:,} rows"
+            yield _h200("a rank alone", name, "ms", 1e3 * seconds, found[str(rows)]["ms"])
 
 
 def _ranks() -> Iterator[Figure]:
-    """Two ranks: four blocks, the whole depth in FP8, and blocks streamed, as `ranks.py` timed them."""
+    """Two ranks: four blocks, the whole depth in FP8, and blocks streamed, as `ranks.py` timed them.
+
+    Not those of `exchange=fp8`, which the model does not know.
+    """
     target, run = find_target("h200"), _load("h200_x2_ranks.json")
 
     def earlier(way: str, layers: int, rows: int) -> float:
@@ -323,6 +356,10 @@ def _ranks() -> Iterator[Figure]:
     for section, table, layers, prefix_ in depths:
         work = released(table).with_blocks(layers)
         for rows in (37_760, 73_500):
+            one = 1e3 * step_seconds(work, target, _rank_sizes(rows))
+            ms = run[section][f"{rows}_ms"][f"{prefix_}one"]
+            name = f"{table}, {layers} layers, {rows:,} rows, one rank"
+            yield Figure("2x H200, steps", name, "ms", one, ms, H200_BAR)
             for way, ring in (("ulysses", None), ("ring", 2)):
                 ms = run[section][f"{rows}_ms"][f"{prefix_}{way}=2"]
                 ours = 1e3 * step_seconds(work, target, _rank_sizes(rows), shards=2, ring=ring)

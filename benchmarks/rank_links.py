@@ -43,15 +43,16 @@ def links(rank: Rank) -> None:
                 work.wait()
 
         moved = part * (ranks - 1)
-        for name, call, carried in (
-            ("to_all", to_all, moved),
+        kinds: tuple[tuple[collectives.Kind, Callable[[], None], int], ...] = (
+            ("exchange", to_all, moved),
             ("gather", gather, moved),
             ("turn", turn, size),
-        ):
+        )
+        for kind, call, carried in kinds:
             seconds = timed(rank, call)
-            predicted = collectives.seconds(rank.target, carried)
+            predicted = collectives.seconds(rank.target, carried, kind=kind)
             rank.note(
-                f"{name} {size}",
+                f"{kind} {size}",
                 {
                     "us": seconds * 1e6,
                     "gb_s": carried / seconds / 1e9,

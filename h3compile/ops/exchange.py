@@ -50,7 +50,7 @@ def _rows_to_heads_fake(x: torch.Tensor, rows: int, parts: int, ranks: int, grou
 
 def _heads_to_rows(x: torch.Tensor, local: int, ranks: int, group: str) -> torch.Tensor:
     rows, width = x.shape[1], x.shape[2]
-    packed = x.reshape(rows, width)
+    packed = x.reshape(rows, width).contiguous()
     if rows != ranks * local:
         packed = x.new_empty((ranks * local, width))
         packed[:rows].copy_(x[0])

@@ -64,9 +64,10 @@ def block_spans(
     else:
         turn, coming = ring_turns(work, target, sizes, shards, stretches)
         for count in range(stretches):
-            begun = spans.now
-            spans.add("kernels", "attention", turn)
-            if count + 1 < stretches:
+            begun, last = spans.now, count + 1 == stretches
+            # What travels beside a product holds it up.
+            spans.add("kernels", "attention", turn if last else turn + coming)
+            if not last:
                 spans.beside("exchange", "k, v", begun, coming)
             if count == 0 and ulysses == 1:
                 spans.add("exchange", "waits", waits)

@@ -46,9 +46,9 @@ _HALF_WAVE = 132 / 2
 # 60.5 over 68.3 (h200_passes.json, h200_attention.json). Elsewhere the `attention` operator is cuDNN
 # itself.
 _CUDNN_ON_HOPPER = 0.89
-# A ring's is cuDNN's too, slower where it gives the logarithms of its sums: over ours in a block alone, two
-# stretches and four, 37,760 and 73,500 rows (h200_rank_alone.json).
-_RING_ON_HOPPER = 0.83
+# A ring's is cuDNN's too, slower where it gives the logarithms of its sums: over ours, in a block alone, 0.84
+# to 0.88 with two stretches and four at 37,760 and 73,500 rows, merges taken off (h200_rank_alone.json).
+_RING_ON_HOPPER = 0.86
 _ON_HOPPER: Mapping[str, float] = {
     "aten.scaled_dot_product_attention": _CUDNN_ON_HOPPER,
     "ring_attention.default": _RING_ON_HOPPER,
@@ -64,14 +64,13 @@ _PREPARE = 0.87
 
 # What a ring merges with, in PyTorch's own kernels: bytes a number of a merge, of the first result that is
 # widened and the last that is rounded, and of keys and values that are laid together; launches of a turn
-# (ops/ring_attention.py).
+# (ops/ring_attention.py). They reach so much of a copy: 1.37 to 1.46 ms a merge at 37,760 rows on one of two
+# ranks (h200_rank_alone.json).
 _MERGED = 18
 _ENDS = 12
 _LAID = 8
+_MERGING = 0.41
 _MERGE_LAUNCHES = 6
-# What travels round a ring takes from the product beside it, over its own time: NCCL's kernels hold
-# multiprocessors that cuDNN's count on. Fitted to two H200, 2.0 to 3.3 (h200_x2_ranks.json).
-_BESIDE_A_TURN = 2.3
 _GOES_ROUND = ("attention.default", "aten.scaled_dot_product_attention")
 
 # What the tests of Skip-Softmax cost when nothing is skipped: 51.5 ms over 48.2 (h200_passes.json,
@@ -222,11 +221,10 @@ def ring_turns(
     product = piece_seconds(turns, target, sizes, shards=shards)
     numbers = sizes["rows"] / shards * work.attended  # of queries, which a rank has of its heads
     moved = (_MERGED * (ring - 1) + _ENDS + _LAID) * numbers
-    merges = moved / (target.rate("bandwidth").reached * _EAGER)
+    merges = moved / (target.rate("bandwidth").reached * _MERGING)
     coming = collectives.ring_bytes(sizes["rows"], work.attended, shards, ring) / (ring - 1)
     travels = collectives.seconds(target, coming, kind="turn")
-    beside = _BESIDE_A_TURN * travels * (ring - 1) / ring
-    return (product + merges) / ring + beside + _MERGE_LAUNCHES * target.launch_seconds, travels
+    return (product + merges) / ring + _MERGE_LAUNCHES * target.launch_seconds, travels
 
 
 def _attention(work: ProgramWork) -> Piece:
@@ -235,13 +233,17 @@ def _attention(work: ProgramWork) -> Piece:
 
 
 def _ring_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int | None) -> float:
-    """What a block takes longer when keys go round than when they do not, exchanges of heads left out."""
+    """What a block takes longer when keys go round than when they do not, exchanges of heads left out.
+
+    As if a stretch that travels beside a product held it up for as long: NCCL's kernels hold multiprocessors
+    that cuDNN's count on. Steps of two H200 took 1.5 to 3.1 times that longer than without it.
+    """
     _, stretches = collectives.split(work.heads, shards, ring)
     if stretches == 1:
         return 0.0
     turn, coming = ring_turns(work, target, sizes, shards, stretches)
     alone = piece_seconds(_attention(work), target, sizes, shards=shards)
-    return (stretches - 1) * max(turn, coming) + turn - alone
+    return stretches * turn + (stretches - 1) * coming - alone
 
 
 def step_seconds(

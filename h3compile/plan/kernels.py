@@ -45,7 +45,7 @@ _ALIGNMENT = 256
 _OURS = {operator.target: operator for operator in OPERATORS}
 
 # Kernels of an operator of ours, where more than one. Of a ring those of a turn: an attention, and torch's
-# eight that merge it with the turns before.
+# six that merge it with the turns before.
 _LAUNCHES = {"sage_prepare": 6, "sage_quantize": 6, "ring_attention": 7}
 
 _ATTENTION = ("attention", "sage_attention", "ring_attention")

@@ -9,7 +9,7 @@ from typing import get_args
 from h3compile.plan.collectives import RING_HOLDS, split
 from h3compile.plan.components import Component, Phase, host_bytes
 from h3compile.plan.cost import Parallel, local_sizes
-from h3compile.plan.polynomial import Sizes
+from h3compile.plan.polynomial import NOTHING, Sizes
 from h3compile.plan.residency import Residency, piece_bytes
 from h3compile.plan.work import CallWork, ProgramWork
 from h3compile.targets import Target
@@ -40,9 +40,10 @@ _CUBLAS = 2 * 32 * MIB
 # What the allocator holds beyond what is alive, as a share of activations: the values of a step are packed
 # (`packing.py`), small ones take segments. On an H200, reserved was 0.99 to 1.00 of the plan with this.
 _SLACK = 0.02
-# NCCL's channels: of the communicator that exchanges for heads, and of the one that gathers weights. Measured
-# with two H200 and NCCL 2.28 (h200_x2_ranks.json): what the driver counts beyond the allocator's and the
-# context. Assumed of more devices.
+# NCCL's channels: of the communicator that exchanges for heads, and of one that gathers weights beside it.
+# Measured with two H200 and NCCL 2.28 (h200_x2_ranks.json): what the driver counts beyond the allocator's
+# and the context, 1,251 to 1,385 MiB and 440 to 450. Assumed of more devices, and of rings, which have two
+# communicators or three.
 _NCCL_EXCHANGES = 1260 * MIB
 _NCCL_GATHERS = 450 * MIB
 # Python, torch and CUDA on the host. Assumed.
@@ -162,7 +163,7 @@ def memory_plan(
     base["workspace"] = _CUBLAS
     base["context"] = _CONTEXT
     step = max(activation_bytes(work, here, "step"), activation_bytes(work, sizes, "request"))
-    sharing = {"collectives": _channels(residency, parallel)}
+    sharing = {"collectives": _channels(work, residency, parallel)}
     during = {"activations": step, "workspace": round(_SLACK * step) + _by_library(work, here, arch)}
     if not folded:
         # Tables are evaluated before the step's first call: what is alive is the larger of both.
@@ -206,10 +207,14 @@ def _cold(work: ProgramWork) -> int:
     return max((work.regions[call.region].weights for call in work.stage("schedule")), default=0)
 
 
-def _channels(residency: Residency, parallel: Parallel) -> int:
-    """What NCCL holds for the groups that exchange rows and gather weights."""
-    exchanges = _NCCL_EXCHANGES if parallel.shards > 1 else 0
-    return exchanges + (_NCCL_GATHERS if residency.mode == "allgather" and parallel.ranks > 1 else 0)
+def _channels(work: ProgramWork, residency: Residency, parallel: Parallel) -> int:
+    """What NCCL holds for the groups that exchange rows and gather weights.
+
+    Rows are exchanged where ranks are planned for, and by work that is one rank's already.
+    """
+    built = any(region.exchanged != NOTHING for region in work.regions.values())
+    exchanges = _NCCL_EXCHANGES if parallel.shards > 1 or built else 0
+    return exchanges + (_NCCL_GATHERS if residency.mode == "allgather" else 0)
 
 
 def _exchanged(work: ProgramWork, sizes: Sizes, shards: int) -> int:

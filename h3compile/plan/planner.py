@@ -35,6 +35,9 @@ LOSSY = ("fp8", "sage")
 # How many times as long as the fastest a step may take to be on a frontier.
 WORTH = 3.0
 
+# How many times as long as the shortest step one is taken for as short.
+_AS_SHORT = 1.05
+
 # Where the text encoder lives, and where the VAEs do; the ways that are tried, in order.
 Placements = tuple[Placement, Placement]
 PLACEMENTS: tuple[Placements, ...] = (
@@ -56,8 +59,9 @@ class Question:
         allow: lossy passes that may be added where they help.
         hbm: bytes that may be used of each device; None for what the target has.
         host: bytes of the machine's memory that may be used; None for any.
-        components: where the text encoder and the VAEs live; None for the first of these that fits: whole
-            on the devices while they work, streamed there by layers (the encoder first), elsewhere.
+        components: where the text encoder and the VAEs live; None for the first of these that leaves room
+            for short steps: whole on the devices while they work, streamed there by layers (the encoder
+            first), elsewhere.
         objective: what is to be short.
         work: what the program has to do under given passes; that of the released model unless said.
         parallel: how the devices share, where that is settled.
@@ -160,11 +164,15 @@ class Planner:
 
     @cached_property
     def placements(self) -> Placements:
-        """Where the text encoder and the VAEs live: as asked, or the first way in which something fits."""
-        for tried in self._tried:
-            if self._fitting(tried):
-                return tried
-        return self._tried[-1]
+        """Where the text encoder and the VAEs live: as asked, or the first way in which steps are short.
+
+        As short as in any way in which something fits; elsewhere they go only where nothing else does.
+        """
+        best = {tried: fastest(self._fitting(tried)) for tried in self._tried}
+        steps = {tried: one.step for tried, one in best.items() if one is not None}
+        here = {tried: step for tried, step in steps.items() if "elsewhere" not in tried} or steps
+        longest = _AS_SHORT * min(here.values(), default=0.0)
+        return next((tried for tried, step in here.items() if step <= longest), self._tried[-1])
 
     @property
     def _tried(self) -> tuple[Placements, ...]:

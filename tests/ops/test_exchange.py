@@ -150,6 +150,20 @@ def test_a_rank_that_stands_for_all_gives_what_they_would_in_shape_and_sends_not
             getattr(ours, name)(*operands)
 
 
+def test_rows_between_others_are_exchanged_too() -> None:
+    wide = torch.randn(1, 8, 192).bfloat16()
+    strided, sliced = wide[..., ::8], wide[..., :24]
+    with standing_in():
+        for x in (strided, sliced):
+            assert torch.equal(
+                ours.rows_to_heads(x, 32, 3, 4, ULYSSES),
+                ours.rows_to_heads(x.contiguous(), 32, 3, 4, ULYSSES),
+            )
+            assert torch.equal(
+                ours.heads_to_rows(x, 2, 4, ULYSSES), ours.heads_to_rows(x.contiguous(), 2, 4, ULYSSES)
+            )
+
+
 def test_a_rank_alone_exchanges_nothing() -> None:
     x = whole(5, 24, torch.float32)
     with counting(Traffic()) as traffic:

@@ -17,6 +17,7 @@ from h3compile.passes.outline import Outline
 from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.manager import Manager
 from h3compile.plan.choose import fastest_residency
+from h3compile.plan.cost import Parallel
 from h3compile.plan.memory import activation_bytes, memory_plan
 from h3compile.plan.residency import Mode, Residency
 from h3compile.plan.shapes import Clip
@@ -71,7 +72,7 @@ def test_where_blocks_come_from_is_chosen_too() -> None:
     work, target, small = released(), find_target("b300"), Clip(480, 256)
 
     def chosen(*modes: Mode, ranks: int = 8) -> Residency:
-        return fastest_residency(work, target, ranks=ranks, modes=modes, hbm=8 * GIB, clip=small)
+        return fastest_residency(work, target, ranks=ranks, modes=modes, hbm=6 * GIB, clip=small)
 
     assert chosen("local", "allgather") == chosen("allgather") != chosen("local")
     assert chosen("allgather").mode == "allgather" and chosen("local").mode == "local"
@@ -115,9 +116,29 @@ def test_a_rank_has_half_of_the_rows_and_what_it_exchanges(program: Program, sha
     assert beside(work) == pytest.approx(beside(whole) / 2 + exchanged)
 
 
+def test_what_nccl_holds_counts_where_a_rank_plans(program: Program, shared: Program) -> None:
+    """A program that was shared before it is planned is one rank's: it exchanges, and may gather."""
+
+    def held(one: Program, mode: Mode) -> float:
+        parallel = Parallel(1, 2 if one is shared else 1)
+        plan = memory_plan(work_of(one), LENGTHS, Residency(BLOCKS, (), 2, mode), parallel)
+        return plan.device["encode"].get("collectives", 0) / 2**20
+
+    assert held(program, "local") == 0
+    assert (held(shared, "local"), held(shared, "allgather")) == (1260, 1260 + 450)
+
+    def smallest(one: Program, ranks: int) -> float:
+        with pytest.raises(H3CompileError) as refused:
+            fastest_residency(work_of(one), find_target("h200"), ranks=ranks, modes=("local",), hbm=1 << 20)
+        return float(str(refused.value).partition("the smallest takes ")[2].partition(" GiB")[0])
+
+    # What the planner asks for: half of the rows, and NCCL's.
+    assert smallest(shared, 2) > smallest(program, 1) / 2 + 1.2
+
+
 def test_a_ring_holds_what_it_merges(program: Program) -> None:
     work = work_of(SequenceParallel(ring=2).apply(program, find_target("b300")).program)
-    assert work.regions["block"].exchanged.at(LENGTHS) == 26 * (LENGTHS["rows"] / 2) * work.attended
+    assert work.regions["block"].exchanged.at(LENGTHS) == 24 * (LENGTHS["rows"] / 2) * work.attended
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 
 from h3compile.errors import H3CompileError
 from h3compile.plan.cost import Parallel
-from h3compile.plan.planner import Placements, Planner, Question
+from h3compile.plan.planner import PLACEMENTS, Placements, Planner, Question
 from h3compile.plan.plans import Plan
-from h3compile.plan.search import EQUAL, TOLERANCE
+from h3compile.plan.search import EQUAL, TOLERANCE, fastest
 from h3compile.plan.shapes import Clip
 from h3compile.plan.shortage import shortage, too_slow
 from h3compile.plan.space import Space
@@ -214,6 +214,22 @@ def test_a_host_that_is_too_small_says_so() -> None:
     line = str(shortage(Planner(question("rtx-4090", Clip(), host=16 * GIB))))
     assert line.startswith("no plan fits 16.0 GiB of the host: the smallest takes ")
     assert "--allow fp8" in line
+
+
+def test_components_make_room_for_short_steps() -> None:
+    """The VAEs whole on the device leave room for one slot; through it by layers for two, and residents."""
+    asked = question("h200", Clip(480, 256), hbm=17 * GIB, components=None)
+    planner = Planner(asked)
+    steps = {}
+    for tried in PLACEMENTS[:3]:
+        found = fastest(planner._fitting(tried))
+        if found is not None:
+            steps[tried] = found.step
+    assert steps["streamed", "moved"] > 1.5 * steps["streamed", "streamed"]
+    plan = planner.fastest()
+    assert plan is not None and plan.step == steps["streamed", "streamed"]
+    # Elsewhere there is always more room, and no device that the plan knows of.
+    assert planner.placements == ("streamed", "streamed")
 
 
 def test_components_that_do_not_fit_may_live_elsewhere() -> None:
