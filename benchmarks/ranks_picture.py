@@ -65,7 +65,7 @@ def draw(path: Path) -> None:
             line.sort(key=lambda point: point.resident)
             for kind, style in (("measured", "o-"), ("model", "x:")):
                 across, up = zip(*(getattr(point, kind) for point in line), strict=True)
-                what = "measured" if kind == "measured" else "cost model"
+                what = "measured" if kind == "measured" else "cost model of that version"
                 axis.plot(
                     across,
                     up,
