@@ -34,7 +34,7 @@ from h3compile.engine.records import (
 )
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import BuildError, nearest
-from h3compile.lower import Lowered, lower, versions
+from h3compile.lower import Lowered, lower, own_dense, versions
 from h3compile.models import h3
 from h3compile.models.checkpoint import (
     RELEASE,
@@ -46,14 +46,12 @@ from h3compile.models.checkpoint import (
     read_partition_config,
 )
 from h3compile.models.trace import parameter_shapes, trace
-from h3compile.ops.attention import ATTENTION
 from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.base import Pass
 from h3compile.pipeline.instruments import Dump, Report
 from h3compile.pipeline.manager import Manager, PassRun
 from h3compile.pipeline.registry import Registry
 from h3compile.pipeline.spelling import resolve
-from h3compile.plan.work import OWN_DENSE
 from h3compile.plan.work_of import activations_of
 from h3compile.program.printer import print_program
 from h3compile.program.program import Call, Program
@@ -427,22 +425,13 @@ class _Build:
         )
 
     def _activations(self, program: Program, lowered: Lowered) -> tuple[str, ...]:
-        lowers, own = self.backend.lowers, self._own_dense(lowered)
+        lowers = self.backend.lowers
+        own = own_dense(lowered.artifacts, self.config.providers, self.target.arch)
         try:
             return tuple(map(str, activations_of(program, own=own, fused=lowers, placed=lowers)))
         except ValueError as error:  # a plugin may have sizes of any form
             self._note(f"how much memory a forward needs is not known, and not checked by loads: {error}")
             return ()
-
-    def _own_dense(self, lowered: Lowered) -> tuple[str, ...]:
-        """Dense attention by a kernel of ours: as was chosen, or as will be where the target is."""
-        chosen = {one.providers.get(ATTENTION.name) for one in lowered.artifacts.values()} - {None}
-        if not chosen and "attention" in self.config.providers:
-            chosen = {self.config.providers["attention"]}
-        if not chosen:
-            return OWN_DENSE.get(self.target.arch, ())
-        libraries = {one.name for one in ATTENTION.providers if one.library}
-        return () if chosen & libraries else (ATTENTION.name,)
 
     def _report(
         self,

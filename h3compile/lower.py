@@ -16,17 +16,21 @@ from h3compile.backends.base import Backend
 from h3compile.backends.select import select
 from h3compile.engine.artifact import read_info
 from h3compile.engine.loader import EngineFolder, open_engine
-from h3compile.engine.manifest import ArtifactRecord
+from h3compile.engine.manifest import ArtifactRecord, Manifest
 from h3compile.engine.records import dims_of
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import EngineError
+from h3compile.ops.attention import ATTENTION
+from h3compile.plan.kernels import region_attended
+from h3compile.plan.polynomial import Polynomial
+from h3compile.plan.work import OWN_DENSE
 from h3compile.program.facts import Dim
 from h3compile.program.region import Region
 from h3compile.program.serialize import region_from_json
 from h3compile.progress import Progress, Silent
 from h3compile.targets import Target, present, recorded_target
 
-__all__ = ["Lowered", "finalize", "lower", "versions"]
+__all__ = ["Lowered", "finalize", "lower", "own_dense", "versions"]
 
 _PACKAGES = ("h3compile", "torch", "triton", "diffusers", "transformers", "safetensors")
 
@@ -64,6 +68,36 @@ def lower(
             )
             progress.advance()
     return Lowered(artifacts, ())
+
+
+def own_dense(
+    artifacts: Mapping[str, ArtifactRecord], named: Mapping[str, str], arch: str
+) -> tuple[str, ...]:
+    """The dense attention that a kernel of ours computes: as was chosen, or will be where the target is."""
+    chosen = {one.providers.get(ATTENTION.name) for one in artifacts.values()} - {None}
+    if not chosen and "attention" in named:
+        chosen = {named["attention"]}
+    if not chosen:
+        return OWN_DENSE.get(arch, ())
+    libraries = {one.name for one in ATTENTION.providers if one.library}
+    return () if chosen & libraries else (ATTENTION.name,)
+
+
+def _activations(
+    manifest: Manifest, old: Mapping[str, ArtifactRecord], lowered: Lowered, regions: Sequence[Region]
+) -> tuple[str, ...]:
+    """What lives at once in a forward, where now a library computes the dense attention that a kernel did.
+
+    Its result is then no longer placed among the values of the step, and lies beside them. The other way
+    round what was recorded is too much, and stays.
+    """
+    before = own_dense(old, manifest.providers, manifest.arch)
+    if not before or own_dense(lowered.artifacts, manifest.providers, manifest.arch):
+        return manifest.activations
+    dims = dims_of(manifest)
+    sizes = {dim.name: dim.hint for dim in dims}
+    beside = max((region_attended(region, dims) for region in regions), key=lambda one: one.at(sizes))
+    return tuple(str(Polynomial.parse(text) + beside) for text in manifest.activations)
 
 
 def _providers(folder: Path) -> dict[str, str]:
@@ -125,7 +159,12 @@ def finalize(path: Path | str, *, again: bool = False, progress: Progress | None
             record.model_copy(update={"artifact": lowered.artifacts.get(record.name, record.artifact)})
             for record in manifest.regions
         )
-        update = {"regions": finished, "pending": (), "versions": {**manifest.versions, **versions()}}
+        update = {
+            "regions": finished,
+            "pending": (),
+            "activations": _activations(manifest, old, lowered, regions),
+            "versions": {**manifest.versions, **versions()},
+        }
         writer.commit(manifest.model_copy(update=update))
     return open_engine(path, verify=False)
 

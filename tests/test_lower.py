@@ -13,9 +13,11 @@ import torch
 
 import h3compile
 from h3compile.engine.loader import open_engine
+from h3compile.engine.manifest import ArtifactRecord
 from h3compile.errors import EngineError
-from h3compile.lower import finalize
+from h3compile.lower import Lowered, finalize
 from h3compile.pipeline.testing import distance
+from h3compile.plan.polynomial import Polynomial
 
 
 class Notes:
@@ -128,3 +130,39 @@ def test_finalize_lowers_what_is_pending_and_again_what_is_lowered(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cpu.h3e"]
     for one, other in zip(first, h3compile.load(path, device="cpu")(**inputs), strict=True):
         assert distance(one, other) < 1e-6
+
+
+@pytest.mark.parametrize(("chosen", "more"), [("cudnn", True), ("gluon", False)])
+def test_what_finalize_chooses_counts_in_what_a_forward_needs(
+    checkpoints: Callable[[torch.dtype], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str,
+    more: bool,
+) -> None:
+    """A build for an H200 elsewhere counts on a kernel of ours; there a library may prove to be faster."""
+    path = tmp_path / "h200.h3e"
+    built = h3compile.build(
+        str(checkpoints(torch.bfloat16)), weightless=True, target="h200", steps=(4,), output=path
+    ).manifest
+
+    def lower(regions, dims, backend, target, writer, progress, providers) -> Lowered:  # type: ignore[no-untyped-def]
+        made = {}
+        for region in regions:
+            file = f"regions/{region.name}.txt"
+            writer.write_text(file, "")
+            dense = {"attention.default": chosen} if region.name == "block" else {}
+            made[region.name] = ArtifactRecord(
+                backend="inductor", target=target.name, path=file, providers=dense
+            )
+        return Lowered(made, ())
+
+    monkeypatch.setattr("h3compile.lower.present", lambda target: True)
+    monkeypatch.setattr("h3compile.lower.lower", lower)
+    finished = finalize(path).manifest
+    lengths = {"rows": 1000, "video_rows": 900, "audio_rows": 60, "text_rows": 40, "timesteps": 2}
+    before, after = (
+        max(Polynomial.parse(text).at(lengths) for text in manifest.activations)
+        for manifest in (built, finished)
+    )
+    assert after - before == (2 * 8 * 16 * 1000 if more else 0)  # BF16, the tiny model's heads

@@ -29,7 +29,7 @@ from h3compile.program.propagate import propagate
 from h3compile.program.region import Region
 from h3compile.program.serialize import dtype_name, op_name
 
-__all__ = ["polynomial_of", "region_peak", "region_work"]
+__all__ = ["polynomial_of", "region_attended", "region_peak", "region_work"]
 
 aten = torch.ops.aten
 
@@ -89,6 +89,11 @@ def region_work(
     pieces = tuple(event.piece for event in kernels.events if event.piece is not None)
     weights = sum(_aligned(math.prod(map(int, port.shape)) * port.dtype.itemsize) for port in region.weights)
     return RegionWork(pieces, weights, undominated(kernels.live()), kernels.attended(), kernels.exchanged())
+
+
+def region_attended(region: Region, dims: Iterable[Dim]) -> Polynomial:
+    """Bytes that dense attention in ``region`` returns where a library computes it."""
+    return _Kernels(propagate(region, dims), frozenset(), frozenset(), fused=True, costs=False).attended()
 
 
 def region_peak(
