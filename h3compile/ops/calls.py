@@ -74,6 +74,7 @@ def calls(sizes: Sizes, rows: int, dtype: torch.dtype, device: torch.device | st
     for width in dict.fromkeys((hidden, attended, inner, sizes.text)):
         yield Call("quantize_rows.default", str(width), (normal(1, rows, width),))
     yield Call("quantize_rows.default", "static scale", (normal(1, rows, attended), static))
+    yield Call("quantize_rows.default", "heads", (normal(1, rows, sizes.heads, sizes.head_dim),))
     linears = ((3 * attended, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner))
     for n, k in (*linears, (hidden, sizes.text)):
         bias = normal(n) if k == sizes.text else None

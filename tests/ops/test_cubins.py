@@ -28,6 +28,7 @@ ROW_KERNELS = {
     "gate_residual_kernel",
     "swiglu_kernel",
     "quantize_rows_kernel",
+    "quantize_short_rows_kernel",
     "qk_norm_rope_kernel",
 }
 

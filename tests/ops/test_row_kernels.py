@@ -160,6 +160,26 @@ def test_rows_are_quantized_to_the_same_bits(
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@DTYPES
+@pytest.mark.parametrize("static", [(), (torch.tensor([0.013]),)], ids=["dynamic", "static"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (257, 16), (33, 128), (31, 512), (3, 1024)])
+def test_short_rows_are_quantized_together_to_the_same_bits(
+    rows: int, width: int, static: Operands, dtype: torch.dtype, launched: Launched, reference: Launched
+) -> None:
+    x = Inputs(3 * rows, width, dtype).x.view(1, rows, 3, width)
+    got, expected = (run("quantize_rows.default", x, *static) for run in (launched, reference))
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    # What is no number is seen, and by its row alone.
+    x[0, -1, -1, 1] = torch.nan
+    poisoned = launched("quantize_rows.default", x, *static)
+    assert bool(poisoned[0][0, -1, -1].float().isnan().any())
+    for one, other in zip(poisoned, got, strict=True):
+        rest = (part.view(-1, part.shape[-1])[:-1].view(torch.uint8) for part in (one, other))
+        assert torch.equal(*rest)
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_static_scale_saturates(name: str, launched: Launched, reference: Launched) -> None:
     inputs = Inputs(5, 272, torch.bfloat16)
