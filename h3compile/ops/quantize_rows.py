@@ -20,7 +20,7 @@ from h3compile.ops.rows import (
 __all__ = ["QUANTIZE_ROWS"]
 
 # Rows as short as those of a head leave most of a program's threads without work: several go in one, values
-# together. One a program, heads of 128 were quantized at an eighth of a copy's speed (h200_rank_alone.json).
+# together. One a program, heads of 128 were quantized at a seventh of a copy's speed (h200_rank_alone.json).
 _SHORT = 512
 _TOGETHER = 4096
 
