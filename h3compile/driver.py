@@ -178,15 +178,15 @@ def build(
 
 def _shared(passes: Sequence[Pass], gpus: int | None, target: Target) -> list[Pass]:
     """The passes for so many GPUs; without a number, for those that are here where `sp` was told none."""
-    if gpus is not None and gpus > 1 and not any(isinstance(one, SequenceParallel) for one in passes):
-        return [*passes, SequenceParallel(ranks=gpus)]
-    here = torch.cuda.device_count() if target.kind == "cuda" and present(target) else 1
-    return [
-        one.for_gpus(here if gpus is None else gpus)
-        if isinstance(one, SequenceParallel) and (gpus is not None or one.told is None)
-        else one
-        for one in passes
-    ]
+    sharing = next((one for one in passes if isinstance(one, SequenceParallel)), None)
+    if sharing is None:
+        return [*passes] if gpus is None or gpus == 1 else [*passes, SequenceParallel(ranks=gpus)]
+    if gpus is None:
+        if sharing.told is not None:
+            return [*passes]
+        gpus = torch.cuda.device_count() if target.kind == "cuda" and present(target) else 1
+    told = sharing.for_gpus(gpus)
+    return [told if one is sharing else one for one in passes]
 
 
 class _Build:
