@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from canvases import sizes_of
 from figure import GIB, Figure
 
-from h3compile.plan.collectives import ordered_bytes
 from h3compile.plan.cost import (
     Parallel,
     operation_seconds,
     piece_seconds,
+    rank_seconds,
     region_seconds,
     request_seconds,
-    ring_turns,
     step_seconds,
     streamed_step_seconds,
 )
@@ -50,14 +50,6 @@ def _h200(group: str, name: str, unit: str, predicted: float, measured: float) -
 def _load(name: str) -> dict:  # type: ignore[type-arg]
     found: dict = json.loads((RESULTS / name).read_text())  # type: ignore[type-arg]
     return found
-
-
-def _rank_sizes(rows: int) -> dict[str, int]:
-    """The canvas that the ranks' benchmark calls so."""
-    whole, frames, audio = {37_760: (1008, 37, 414), 73_500: (1008, 72, 874), 11_000: (285, 37, 414)}[rows]
-    video = whole * frames
-    lengths = {"video_rows": video, "audio_rows": audio, "text_rows": 50}
-    return {"rows": video + audio + 50, **lengths, "timesteps": 2}
 
 
 # In h200_passes.json -> the table that was read off the same program.
@@ -324,20 +316,13 @@ def _alone() -> Iterator[Figure]:
     for spelled, found in run.items():
         if not isinstance(found, dict) or "kernels" not in found or "exchange" in spelled:
             continue
-        passes, _, way = spelled.replace("default", "").rpartition("sp(")
-        table, way = (passes.strip(",") or "fuse", way.strip(")")) if "sp(" in spelled else (spelled, "")
-        work = released("fuse" if table == "default" else table)
-        ranks = int(way.partition("=")[2] or 1)
+        passes, shared, way = spelled.removesuffix(")").rpartition("sp(")
+        if not shared:
+            passes, way = "" if spelled == "default" else spelled, ""
+        work, ranks = released(passes.strip(",")), int(way.partition("=")[2] or 1)
         for rows in (37_760, 73_500, 11_000):
-            sizes = _rank_sizes(rows)
-            seconds = region_seconds(work.block, target, sizes, shards=ranks)
-            if way.startswith("ring"):
-                (attention,) = (piece for piece in work.block.pieces if piece.kind == "attention")
-                turn, _ = ring_turns(work, target, sizes, ranks, ranks)
-                seconds += ranks * turn - piece_seconds(attention, target, sizes, shards=ranks)
-            elif ranks > 1:
-                moved = ordered_bytes(sizes["rows"], work.attended, ranks)
-                seconds += moved / target.rate("bandwidth").reached
+            ring = ranks if way.startswith("ring") else None
+            seconds = rank_seconds(work, target, sizes_of(str(rows)), ranks, ring)
             name = f"{spelled}, {rows:,} rows"
             yield _h200("a rank alone", name, "ms", 1e3 * seconds, found[str(rows)]["ms"])
 
@@ -356,13 +341,13 @@ def _ranks() -> Iterator[Figure]:
     for section, table, layers, prefix_ in depths:
         work = released(table).with_blocks(layers)
         for rows in (37_760, 73_500):
-            one = 1e3 * step_seconds(work, target, _rank_sizes(rows))
+            one = 1e3 * step_seconds(work, target, sizes_of(str(rows)))
             ms = run[section][f"{rows}_ms"][f"{prefix_}one"]
             name = f"{table}, {layers} layers, {rows:,} rows, one rank"
             yield Figure("2x H200, steps", name, "ms", one, ms, H200_BAR)
             for way, ring in (("ulysses", None), ("ring", 2)):
                 ms = run[section][f"{rows}_ms"][f"{prefix_}{way}=2"]
-                ours = 1e3 * step_seconds(work, target, _rank_sizes(rows), shards=2, ring=ring)
+                ours = 1e3 * step_seconds(work, target, sizes_of(str(rows)), shards=2, ring=ring)
                 name = f"{table}, {layers} layers, {rows:,} rows, {way}=2"
                 yield Figure("2x H200, steps", name, "ms", ours + earlier(way, layers, rows), ms, H200_BAR)
     work = released("fuse")
@@ -370,7 +355,7 @@ def _ranks() -> Iterator[Figure]:
         if not isinstance(point, dict):
             continue
         rows, mode, _ = name.split()
-        sizes = _rank_sizes(int(rows))
+        sizes = sizes_of(rows)
         kept = spaced(work.blocks, point["resident"])
         residency = Residency(work.blocks, kept, 0 if kept == work.blocks else 2, mode)
         known = operation_seconds(work, target, sizes, residency, Parallel(2))

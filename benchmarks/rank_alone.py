@@ -20,15 +20,14 @@ from pathlib import Path
 
 import torch
 from block_region import medians
-from rank_work import CANVASES, TEXT
+from canvases import sizes_of
 
 from h3compile.models.h3 import RELEASE_CONFIG
 from h3compile.models.trace import trace
 from h3compile.ops.exchange_groups import standing_in
 from h3compile.ops.ring_attention import _attended, _merged
 from h3compile.ops.runs import ordered
-from h3compile.plan import collectives
-from h3compile.plan.cost import piece_seconds, region_seconds, ring_turns
+from h3compile.plan.cost import rank_seconds
 from h3compile.plan.work import released
 from h3compile.program.dims import evaluate_dim
 from h3compile.program.program import Program
@@ -58,12 +57,10 @@ def ranks_of(way: str) -> int:
     return int(way.partition("=")[2].partition(",")[0] or 1)
 
 
-def sizes_of(canvas: str, ranks: int) -> dict[str, int]:
+def shared_sizes(canvas: str, ranks: int) -> dict[str, int]:
     """The lengths of a program for ``ranks``, those that a rank has among them."""
-    rows, frames, audio = CANVASES[canvas]
-    kinds = {"text_rows": TEXT, "audio_rows": audio, "video_rows": rows * frames}
-    whole = {"rows": sum(kinds.values()), **kinds}
-    return {**whole, **{f"local_{name}": -(-size // ranks) for name, size in whole.items()}, "timesteps": 2}
+    whole = sizes_of(canvas)
+    return whole | {f"local_{name}": -(-size // ranks) for name, size in whole.items() if "rows" in name}
 
 
 def operand(port: Port, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -85,7 +82,7 @@ def operand(port: Port, sizes: Mapping[str, int]) -> torch.Tensor:
 def block(program: Program, folder: Path, canvas: str, ranks: int) -> partial[object]:
     """A call of the lowered block with a rank's share of ``canvas``."""
     region = program.regions["block"]
-    sizes = sizes_of(canvas, ranks)
+    sizes = shared_sizes(canvas, ranks)
     return partial(
         load_artifact(folder, torch.device("cuda", 0)), [operand(p, sizes) for p in region.placeholders]
     )
@@ -93,17 +90,9 @@ def block(program: Program, folder: Path, canvas: str, ranks: int) -> partial[ob
 
 def predicted_ms(passes: str, way: str, canvas: str) -> float:
     """Of `h3compile.plan`, without links and waiting: what a rank computes, and puts in order or merges."""
-    work, target, ranks = released(passes), detect(), ranks_of(way)
-    sizes = {name: size for name, size in sizes_of(canvas, 1).items() if not name.startswith("local")}
-    seconds = region_seconds(work.block, target, sizes, shards=ranks)
-    if way.startswith("ring"):
-        (attention,) = (piece for piece in work.block.pieces if piece.kind == "attention")
-        turn, _ = ring_turns(work, target, sizes, ranks, ranks)
-        seconds += ranks * turn - piece_seconds(attention, target, sizes, shards=ranks)
-    elif ranks > 1:
-        moved = collectives.ordered_bytes(sizes["rows"], work.attended, ranks)
-        seconds += moved / target.rate("bandwidth").reached
-    return seconds * 1e3
+    ranks = ranks_of(way)
+    ring = ranks if way.startswith("ring") else None
+    return 1e3 * rank_seconds(released(passes), detect(), sizes_of(canvas), ranks, ring)
 
 
 def orders(rounds: int) -> dict[str, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 
 import torch
@@ -94,8 +95,6 @@ def copies(rank: Rank) -> None:
 
 def timed(rank: Rank, call: Callable[[], None]) -> float:
     """Seconds of the slowest rank, median: on a device by its own clock."""
-    import time
-
     samples = []
     for _ in range(REPEATS + 2):
         rank.synchronize()

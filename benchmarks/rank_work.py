@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from canvases import CANVASES, sizes_of
 from whole_model import request, second_timestep
 
 from h3compile.targets import Target, detect
@@ -22,10 +23,7 @@ from h3compile.targets.known import find_target
 Inputs = dict[str, torch.Tensor]
 Lane = list[tuple[float, float]]
 
-TEXT = 50
-# Rows of a latent frame, latent frames, rows of sound. The third is too small to hide every copy behind, the
-# last is odd, and small enough for a float64 evaluation.
-CANVASES = {"37760": (1008, 37, 414), "73500": (1008, 72, 874), "11000": (285, 37, 414), "odd": (137, 7, 30)}
+# Those of `canvases.py` for the tiny model.
 TINY_CANVASES = {"37760": (24, 7, 10), "73500": (30, 9, 12), "11000": (12, 7, 10), "odd": (5, 7, 10)}
 
 
@@ -161,10 +159,7 @@ class Rank:
 
     def sizes(self, canvas: str) -> dict[str, int]:
         """The lengths of a canvas at real width, as the planner takes them."""
-        rows, frames, audio = CANVASES[canvas]
-        video = rows * frames
-        lengths = {"text_rows": TEXT, "audio_rows": audio, "video_rows": video}
-        return {"rows": TEXT + audio + video, **lengths, "timesteps": 2}
+        return sizes_of(canvas)
 
 
 # --- kernels ---

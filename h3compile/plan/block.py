@@ -48,8 +48,7 @@ def block_spans(
         spans.add("exchange", what, collectives.seconds(target, share * moved) + waits / 2)
 
     def order(share: float) -> None:
-        moved = collectives.ordered_bytes(sizes["rows"], work.attended, shards)
-        spans.add("kernels", "order", share * moved / target.rate("bandwidth").reached)
+        spans.add("kernels", "order", share * collectives.ordering_seconds(work, target, sizes, shards))
 
     # Rows become heads before the norms of queries and keys, or before what prepares them for SAGE.
     own = next(index for index, piece in enumerate(pieces) if piece.kind == "gemm") + 1

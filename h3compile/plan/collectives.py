@@ -21,6 +21,7 @@ __all__ = [
     "degrees",
     "gather_weights_bytes",
     "ordered_bytes",
+    "ordering_seconds",
     "output_bytes",
     "ring_bytes",
     "seconds",
@@ -111,6 +112,11 @@ def seconds(target: Target, moved: float, exchanges: int = 1, kind: Kind = "exch
     return moved / (target.peer.rate.reached * _RATE[kind]) + exchanges * LATENCY
 
 
+def ordering_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int) -> float:
+    """Seconds a block that one of ``shards`` devices puts in order what it exchanges for heads."""
+    return ordered_bytes(sizes["rows"], work.attended, shards) / target.rate("bandwidth").reached
+
+
 def step_seconds(
     work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int | None = None
 ) -> dict[str, float]:
@@ -125,7 +131,7 @@ def step_seconds(
     block = 0.0
     if ulysses > 1:
         block = seconds(target, ulysses_bytes(rows, work.attended, shards, ring), ULYSSES_EXCHANGES)
-        block += ordered_bytes(rows, work.attended, shards) / target.rate("bandwidth").reached
+        block += ordering_seconds(work, target, sizes, shards)
     last = work.names("step")[-1]
     return dict.fromkeys(work.blocks, block) | {
         last: seconds(target, output_bytes(rows, shards), kind="gather")

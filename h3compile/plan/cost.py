@@ -30,6 +30,7 @@ __all__ = [
     "moved_bytes",
     "operation_seconds",
     "piece_seconds",
+    "rank_seconds",
     "region_seconds",
     "request_seconds",
     "ring_turns",
@@ -241,9 +242,30 @@ def _ring_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, 
     _, stretches = collectives.split(work.heads, shards, ring)
     if stretches == 1:
         return 0.0
-    turn, coming = ring_turns(work, target, sizes, shards, stretches)
-    alone = piece_seconds(_attention(work), target, sizes, shards=shards)
-    return stretches * turn + (stretches - 1) * coming - alone
+    _, coming = ring_turns(work, target, sizes, shards, stretches)
+    return _turned_seconds(work, target, sizes, shards, stretches) + (stretches - 1) * coming
+
+
+def _turned_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int) -> float:
+    """What the turns of a ring take longer than attention to all keys at once, nothing beside them."""
+    turn, _ = ring_turns(work, target, sizes, shards, ring)
+    return ring * turn - piece_seconds(_attention(work), target, sizes, shards=shards)
+
+
+def rank_seconds(
+    work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int | None = None
+) -> float:
+    """Seconds of a block of one of ``shards`` ranks by itself: no links, and nobody to wait for.
+
+    Its kernels, and what it puts in order or merges. Errors as of `call_seconds`.
+    """
+    ulysses, stretches = collectives.split(work.heads, shards, ring)
+    found = region_seconds(work.block, target, sizes, shards=shards)
+    if ulysses > 1:
+        found += collectives.ordering_seconds(work, target, sizes, shards)
+    if stretches > 1:
+        found += _turned_seconds(work, target, sizes, shards, stretches)
+    return found
 
 
 def step_seconds(

@@ -16,6 +16,7 @@ from h3compile.plan.cost import (
     call_seconds,
     operation_seconds,
     piece_seconds,
+    rank_seconds,
     region_seconds,
     request_seconds,
     ring_turns,
@@ -168,6 +169,22 @@ def test_a_turn_of_a_ring_by_hand() -> None:
     alone = piece_seconds(dense, target, CLIP, shards=4)
     exchanged = collectives.step_seconds(work, target, CLIP, 4)["block.3"]
     assert block - (heads - exchanged) == pytest.approx(4 * turn + 3 * coming - alone)
+
+
+@pytest.mark.parametrize(("shards", "ring"), [(1, None), (8, None), (4, 4), (8, 2)])
+def test_a_rank_by_itself_has_all_but_links_and_waiting(shards: int, ring: int | None) -> None:
+    work, target = released("fuse"), find_target("h200")
+    block = call_seconds(work, target, CLIP, shards=shards, ring=ring)["block.3"]
+    ulysses, stretches = collectives.split(work.heads, shards, ring)
+    links = 0.0
+    if ulysses > 1:
+        links += collectives.seconds(
+            target, collectives.ulysses_bytes(CLIP["rows"], work.attended, shards, stretches), 2
+        )
+    if stretches > 1:
+        links += (stretches - 1) * ring_turns(work, target, CLIP, shards, stretches)[1]
+    waiting = 0.025 * region_seconds(work.block, target, CLIP, shards=shards) if shards > 1 else 0.0
+    assert rank_seconds(work, target, CLIP, shards, ring) == pytest.approx(block - links - waiting)
 
 
 def test_the_operator_counts_the_same_bytes_of_a_merge() -> None:
