@@ -19,6 +19,7 @@ from h3compile.engine.artifact import OperatorInfo, VariantInfo
 from h3compile.errors import BuildError, H3CompileError
 from h3compile.ops import OPERATORS
 from h3compile.ops.cubin import Kernels
+from h3compile.ops.exchange_groups import standing_in
 from h3compile.ops.launch import Binary, Launch, Run, Spec
 from h3compile.ops.operator import Operand, Operator, Provider
 
@@ -271,7 +272,8 @@ def _measured(
     """Milliseconds by provider, medians of runs that take turns on ``device``."""
     kernels = Kernels({key: Binary.recorded(info, output) for key, info in variants.items()}, device)
     try:
-        with torch.no_grad(), torch.cuda.device(device):
+        # Exchanges take a rank's own part for that of every other: a build has no ranks.
+        with torch.no_grad(), torch.cuda.device(device), standing_in():
             operands = [_real(operand, device) for operand in use.operands]
             samples: dict[str, list[float]] = {provider.name: [] for provider in candidates}
             for turn in range(_ROUNDS + 1):

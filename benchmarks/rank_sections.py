@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from dlo import TINY
 from rank_links import links
+from rank_rings import rings
 from rank_work import Inputs, Rank, Run, profiled
 
 import h3compile
@@ -363,4 +364,4 @@ def sage(rank: Rank) -> None:
     deep(rank, sage_passes_of(rank.options.ranks), "fp8,sage")
 
 
-SECTIONS = {"links": links, "blocks": blocks, "deep": fp8, "dlo": dlo, "sage": sage}
+SECTIONS = {"links": links, "rings": rings, "blocks": blocks, "deep": fp8, "dlo": dlo, "sage": sage}

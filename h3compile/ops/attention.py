@@ -17,13 +17,17 @@ from h3compile.ops.rows import Constant, launch, unsupported
 
 __all__ = [
     "ATTENTION",
+    "DENSE_ON_HOPPER",
     "HEAD_DIM",
     "SKIP_ATTENTION",
     "Tiles",
     "attention_cost",
+    "dense_tiles",
     "launch_tiles",
     "nothing_skipped",
+    "unsupported_dense",
     "unsupported_heads",
+    "unsupported_on_hopper",
 ]
 
 # The head dimension that the kernels are written for.
@@ -93,7 +97,7 @@ _DENSE_AT = {"sm_90a": Tiles(64, 64, warps=4, stages=3)}
 _SKIP = Tiles(Q_TILE, _SKIP_KEYS, warps=8, stages=2)
 _SKIP_AT = dict.fromkeys(("sm_90a", "sm_100a", "sm_103a"), Tiles(Q_TILE, _SKIP_KEYS, warps=4, stages=2))
 # Hopper's own kernel: three warpgroups share a tile of keys, which crosses the L2 cache a third as often.
-_GLUON = Tiles(192, 128, warps=4, stages=2, gluon=True)
+DENSE_ON_HOPPER = Tiles(192, 128, warps=4, stages=2, gluon=True)
 
 
 def nothing_skipped(like: torch.Tensor, heads: int, valid: int, keys: int) -> torch.Tensor:
@@ -132,9 +136,15 @@ def launch_tiles(
     )
 
 
-def _illegal(
+def dense_tiles(arch: str) -> Tiles:
+    """How the portable kernel of dense attention runs on ``arch``."""
+    return _DENSE_AT.get(arch, _DENSE)
+
+
+def unsupported_dense(
     arch: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> str | None:
+    """Why the portable kernels of 16-bit attention cannot take these operands on ``arch``, or None."""
     operands = (query, key, value)
     for operand in operands:
         if operand.dtype not in (torch.bfloat16, torch.float16):
@@ -189,24 +199,25 @@ def _launched(
 def _launch(
     run: Run, arch: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: int | None = None
 ) -> torch.Tensor:
-    return _launched(run, _DENSE_AT.get(arch, _DENSE), query, key, value, valid)
+    return _launched(run, dense_tiles(arch), query, key, value, valid)
 
 
-def _illegal_gluon(
+def unsupported_on_hopper(
     arch: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object
 ) -> str | None:
+    """Why Hopper's own kernels of dense attention cannot take these operands on ``arch``, or None."""
     if arch != "sm_90a":
         return "it is written for sm_90a"
     for operand in (query, key, value):
         if operand.dtype != torch.bfloat16:
             return f"no kernel for {str(operand.dtype).removeprefix('torch.')}"
-    return _illegal(arch, query, key, value, *rest)
+    return unsupported_dense(arch, query, key, value, *rest)
 
 
 def _launch_gluon(
     run: Run, arch: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: int | None = None
 ) -> torch.Tensor:
-    return _launched(run, _GLUON, query, key, value, valid, OVERLAP=False, Q_HELD=False, LAZY=True)
+    return _launched(run, DENSE_ON_HOPPER, query, key, value, valid, OVERLAP=False, Q_HELD=False, LAZY=True)
 
 
 def _launch_skip(
@@ -297,9 +308,9 @@ ATTENTION = define(
     fake=_fake,
     cost=_cost,
     providers=(
-        Provider("gluon", _illegal_gluon, _launch_gluon),
+        Provider("gluon", unsupported_on_hopper, _launch_gluon),
         Provider("cudnn", _illegal_cudnn, _launch_cudnn, library=True),
-        Provider("triton", _illegal, _launch),
+        Provider("triton", unsupported_dense, _launch),
         Provider("sdpa", _legal, _launch_sdpa, library=True),
     ),
 )
@@ -312,5 +323,5 @@ SKIP_ATTENTION = define(
     reference=_reference_skip,
     fake=_fake_skip,
     cost=_cost,
-    providers=(Provider("triton", _illegal, _launch_skip),),
+    providers=(Provider("triton", unsupported_dense, _launch_skip),),
 )

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
+from h3compile.ops.attention import (
+    DENSE_ON_HOPPER,
+    Tiles,
+    dense_tiles,
+    launch_tiles,
+    unsupported_dense,
+    unsupported_on_hopper,
+)
 from h3compile.ops.exchange import by_torch, bytes_of
 from h3compile.ops.exchange_groups import others, sent
+from h3compile.ops.launch import Run
 from h3compile.ops.numerics import wide
-from h3compile.ops.operator import Cost, define
+from h3compile.ops.operator import Cost, Provider, define
+from h3compile.ops.package import without_data
 from h3compile.ops.rows import byte_count
 from h3compile.ops.runs import copy_runs
 
@@ -17,28 +30,79 @@ __all__ = ["RING_ATTENTION"]
 aten = torch.ops.aten
 
 
-def _reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, ring: int, group: str
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Stretch:
+    """Keys and values [1, valid, heads, D] of one rank as they come by; on the first turn this rank's own."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: bool
+    last: bool
+
+
+def _stretches(
+    key: torch.Tensor, value: torch.Tensor, rows: int, ring: int, group: str
+) -> Iterator[_Stretch]:
+    """The stretches that hold a row, in turn: the next one travels while the caller looks at this one."""
     ranks = others(group, ring)
     place = ranks.rank() if ranks is not None else 0
-    length = query.shape[1]
+    length = key.shape[1]
     held = key.new_empty((2, *key.shape[1:]))
     copy_runs(held[0], key[0])
     copy_runs(held[1], value[0])
-    queries = query.transpose(1, 2)
-    found: tuple[torch.Tensor, torch.Tensor] | None = None
-    for turn in range(ring):
+    counts = [min(length, rows - (place - turn) % ring * length) for turn in range(ring)]
+    turns = [turn for turn, count in enumerate(counts) if count > 0]
+    for turn, count in enumerate(counts):
         # Before the product, so that the next stretch arrives behind it.
         coming = _Passed(held, ranks, place, ring) if ranks is not None and turn + 1 < ring else None
-        valid = min(length, rows - (place - turn) % ring * length)
-        if valid > 0:
-            more = _attended(queries, *held[:, None, :valid].transpose(2, 3))
-            found = more if found is None else _merged(*found, *more)
+        if count > 0:
+            keys, values = held[:, None, :count]
+            yield _Stretch(keys, values, first=turn == turns[0], last=turn == turns[-1])
         if coming is not None:
             held = coming.wait()
+
+
+def _reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, ring: int, group: str
+) -> torch.Tensor:
+    queries = query.transpose(1, 2)
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
+    for stretch in _stretches(key, value, rows, ring, group):
+        more = _attended(queries, stretch.keys.transpose(1, 2), stretch.values.transpose(1, 2))
+        found = more if found is None else _merged(*found, *more)
     assert found is not None, "a sequence has a row"
     return found[0].transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _by_kernel(kernel: str, tiles_of: Callable[[str], Tiles]) -> Callable[..., torch.Tensor]:
+    """A launch of ``kernel`` for every turn: it merges what it finds with what was found before."""
+
+    def launch(
+        run: Run,
+        arch: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: int,
+        ring: int,
+        group: str,
+    ) -> torch.Tensor:
+        _, length, heads, width = query.shape
+        # Torch's memory, as that of what travels: a rehearsal has nobody to exchange with.
+        out, state = query.new_empty(query.shape), query.new_empty(query.shape, dtype=torch.float32)
+        logs = query.new_empty((heads, length), dtype=torch.float32)
+        own = _Stretch(key, value, first=True, last=True)
+        for stretch in (own,) if without_data(query) else _stretches(key, value, rows, ring, group):
+            tensors = {"q": query, "k": stretch.keys, "v": stretch.values, "out": out, "state": state}
+            counts = {"rows": length, "valid": stretch.keys.shape[1]}
+            turn = {"first_turn": int(stretch.first), "last_turn": int(stretch.last)}
+            # Stretches travel contiguous.
+            strides = {"Q_STRIDE": query.stride(1), "K_STRIDE": heads * width, "V_STRIDE": heads * width}
+            arguments: dict[str, torch.Tensor | int | None] = {**tensors, "logs": logs, **counts, **turn}
+            launch_tiles(run, kernel, tiles_of(arch), heads, length, arguments, strides)
+        return out
+
+    return launch
 
 
 class _Passed:
@@ -121,5 +185,14 @@ RING_ATTENTION = define(
     reference=_reference,
     fake=_fake,
     cost=_cost,
-    providers=by_torch("ring_attention"),
+    providers=(
+        Provider(
+            "gluon",
+            unsupported_on_hopper,
+            _by_kernel("dense_hopper:ring_kernel", lambda _: DENSE_ON_HOPPER),
+            library=True,
+        ),
+        *by_torch("ring_attention"),
+        Provider("triton", unsupported_dense, _by_kernel("attention:ring_kernel", dense_tiles), library=True),
+    ),
 )

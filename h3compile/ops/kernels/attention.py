@@ -249,3 +249,57 @@ def dense_kernel(
         considered = tl.cdiv(valid, K_TILE)
         tl.atomic_add(counts, considered - kept)
         tl.atomic_add(counts + 1, considered)
+
+
+@triton.jit
+def ring_kernel(
+    q, k, v, out, state, logs, rows, valid, first_turn, last_turn,
+    HEADS: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
+    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention of ``rows`` queries to one stretch of keys, merged with that to others; grid as dense_kernel.
+
+    q [rows, heads, D]; k, v [valid, heads, D]; state [rows, heads, D] FP32, the result so far, and logs
+    [heads, rows] FP32, the logarithms (base 2) of its sums of exponentials. The first turn, where
+    ``first_turn`` is 1, reads neither; the last writes out [rows, heads, D] instead.
+    """
+    head = tl.program_id(1)
+    first = tl.program_id(0) * Q_TILE
+    row = first + tl.arange(0, Q_TILE)
+    q_desc = tl.make_tensor_descriptor(q + head * D, [rows, D], [Q_STRIDE, 1], [Q_TILE, D])
+    k_desc = tl.make_tensor_descriptor(k + head * D, [valid, D], [K_STRIDE, 1], [K_TILE, D])
+    v_desc = tl.make_tensor_descriptor(v + head * D, [valid, D], [V_STRIDE, 1], [K_TILE, D])
+    there = row < rows
+    rate = SCALE
+    q_tile = q_desc.load([first, 0])
+
+    m = tl.full((Q_TILE,), float("-inf"), tl.float32)
+    l = tl.zeros((Q_TILE,), tl.float32)
+    acc = tl.zeros((Q_TILE, D), tl.float32)
+    kept = 0
+    whole = valid // K_TILE
+    for tile in tl.range(0, whole, num_stages=STAGES):
+        m, l, acc, kept = _dense_step(
+            q_tile, k_desc, v_desc, tile * K_TILE, valid, rate, m, l, acc, kept, there, 0.0,
+            False, False, K_TILE,
+        )  # fmt: skip
+    if whole * K_TILE < valid:
+        m, l, acc, kept = _dense_step(
+            q_tile, k_desc, v_desc, whole * K_TILE, valid, rate, m, l, acc, kept, there, 0.0,
+            False, True, K_TILE,
+        )  # fmt: skip
+    place = (row.to(tl.int64)[:, None] * HEADS + head) * D + tl.arange(0, D)[None, :]
+    logs += head.to(tl.int64) * rows + row
+    before = there & (first_turn == 0)
+    found = tl.load(state + place, mask=before[:, None], other=0.0)
+    log = tl.load(logs, mask=before, other=float("-inf"))
+    top = tl.maximum(m, log)
+    mine = tl.exp2(m - top)
+    theirs = tl.exp2(log - top)
+    total = l * mine + theirs
+    result = acc * (mine / total)[:, None] + found * (theirs / total)[:, None]
+    if last_turn != 0:
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=there[:, None])
+    else:
+        tl.store(state + place, result, mask=there[:, None])
+        tl.store(logs, top + tl.log2(total), mask=there)

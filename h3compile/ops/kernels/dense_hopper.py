@@ -149,6 +149,50 @@ def _finish(acc, l, buffer, out_desc, row, valid):
 
 
 @gluon.jit
+def _turned(acc, out, state, mine, theirs, at, column, rows, first, last, HEADS: gl.constexpr):
+    """Columns from ``column`` on of `_finish_turn`, accumulators and earlier result times their factors."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    at = gl.convert_layout(at, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    mine = gl.convert_layout(mine, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    theirs = gl.convert_layout(theirs, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    there = (at < rows)[:, None]
+    columns = column + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+    place = at.to(gl.int64)[:, None] * (HEADS * D) + columns[None, :]
+    found = gl.load(state + place, mask=there & (first == 0), other=0.0)
+    result = acc * mine[:, None] + found * theirs[:, None]
+    if last != 0:
+        gl.store(out + place, result.to(gl.bfloat16), mask=there)
+    else:
+        gl.store(state + place, result, mask=there)
+
+
+@gluon.jit
+def _finish_turn(acc, m, l, turn, row, HEADS: gl.constexpr):
+    """Merge 64 rows with what was found before, and keep them in FP32, or after the last turn write them."""
+    # Parameters of the kernel as they are: anything computed from them would hold registers all through.
+    out, state, logs, rows, first, last = turn
+    head = gl.program_id(1)
+    out += head * D
+    state += head * D
+    logs += head.to(gl.int64) * rows
+    at = row + gl.arange(0, ROWS, LANES)
+    there = at < rows
+    log = gl.load(logs + at, mask=there & (first == 0), other=float("-inf"))
+    top = gl.maximum(m, log)
+    mine = gl.exp2(m - top)
+    theirs = gl.exp2(log - top)
+    total = _row_lanes(gl.sum(l, 1)) * mine + theirs
+    if last == 0:
+        gl.store(logs + at, top + gl.log2(total), mask=there)
+    mine = mine / total
+    theirs = theirs / total
+    # In two halves, because as many registers as the accumulators take are not left.
+    left, right = acc.reshape(ROWS, 2, D // 2).permute(0, 2, 1).split()
+    _turned(left, out, state, mine, theirs, at, 0, rows, first, last, HEADS)
+    _turned(right, out, state, mine, theirs, at, D // 2, rows, first, last, HEADS)
+
+
+@gluon.jit
 def _producer(q_desc, k_desc, v_desc, shared, first, tiles,
               PARTS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Copy Q, then K and V in tiles, the last first: it is the one that may be incomplete."""
@@ -170,9 +214,12 @@ def _producer(q_desc, k_desc, v_desc, shared, first, tiles,
 
 
 @gluon.jit
-def _consumer(part, out_desc, shared, work, N: gl.constexpr, STAGES: gl.constexpr,
-              OVERLAP: gl.constexpr, Q_HELD: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
-    """Attention of 64 rows. OVERLAP: softmax while P V of the tile before is in flight."""
+def _consumer(part, target, shared, work, N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+              Q_HELD: gl.constexpr, LAZY: gl.constexpr, RING_HEADS: gl.constexpr = 0):  # fmt: skip
+    """Attention of 64 rows. OVERLAP: softmax while P V of the tile before is in flight.
+
+    ``target`` is where results are written; in a ring of RING_HEADS heads what `_finish_turn` needs.
+    """
     q_buffers, k_buffers, v_buffers, q_full, k_full, k_empty, v_full, v_empty = shared
     first, valid, tiles = work
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -223,7 +270,11 @@ def _consumer(part, out_desc, shared, work, N: gl.constexpr, STAGES: gl.constexp
     mbarrier.wait(v_full.index(last), (tiles - 1) // STAGES & 1)
     acc = warpgroup_mma(_operand(packed, N), v_buffers.index(last), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _finish(acc, l, q_buffers.index(part), out_desc, first + part * ROWS, valid)
+    row = first + part * ROWS
+    if RING_HEADS > 0:
+        _finish_turn(acc, m, l, target, row, RING_HEADS)
+    else:
+        _finish(acc, l, q_buffers.index(part), target, row, valid)
 
 
 @gluon.jit
@@ -313,6 +364,27 @@ def _double_consumer(part, out_desc, shared, work, N: gl.constexpr, STAGES: gl.c
 
 
 @gluon.jit
+def _shared(PARTS: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr):
+    """Room for PARTS tiles of queries and a ring of keys and values, and the barriers of GROUPS consumers."""
+    q_buffers = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, D], TILED)
+    k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N, D], TILED)
+    v_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, N, D], TILED)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, 1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(slot), 1)
+        mbarrier.init(k_empty.index(slot), GROUPS)
+        mbarrier.init(v_full.index(slot), 1)
+        mbarrier.init(v_empty.index(slot), GROUPS)
+    fence_async_shared()
+    return q_buffers, k_buffers, v_buffers, q_full, k_full, k_empty, v_full, v_empty
+
+
+@gluon.jit
 def dense_kernel(
     q, k, v, out, counts, rows, valid,
     HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
@@ -340,22 +412,7 @@ def dense_kernel(
         k_desc = tma.make_tensor_descriptor(k + head * D, [valid, D], [K_STRIDE, 1], [K_TILE, D], TILED)
         v_desc = tma.make_tensor_descriptor(v + head * D, [valid, D], [V_STRIDE, 1], [K_TILE, D], TILED)
         out_desc = tma.make_tensor_descriptor(out + head * D, [rows, D], [HEADS * D, 1], [ROWS, D], TILED)
-        q_buffers = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, D], TILED)
-        k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K_TILE, D], TILED)
-        v_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K_TILE, D], TILED)
-        q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        mbarrier.init(q_full, 1)
-        for slot in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(slot), 1)
-            mbarrier.init(k_empty.index(slot), GROUPS)
-            mbarrier.init(v_full.index(slot), 1)
-            mbarrier.init(v_empty.index(slot), GROUPS)
-        fence_async_shared()
-        shared = (q_buffers, k_buffers, v_buffers, q_full, k_full, k_empty, v_full, v_empty)
+        shared = _shared(PARTS, GROUPS, K_TILE, STAGES)
         work = (first, valid, tiles)
         if PARTS == 2:
             gl.warp_specialize(
@@ -390,3 +447,33 @@ def dense_kernel(
                 [4, 1],
                 [240, PRODUCER_REGISTERS],
             )  # fmt: skip
+
+
+@gluon.jit
+def ring_kernel(
+    q, k, v, out, state, logs, rows, valid, first_turn, last_turn,
+    HEADS: gl.constexpr, Q_STRIDE: gl.constexpr, K_STRIDE: gl.constexpr, V_STRIDE: gl.constexpr,
+    Q_TILE: gl.constexpr, K_TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As attention.ring_kernel; Q_TILE is 192; 4 warps (of the first group)."""
+    PARTS: gl.constexpr = Q_TILE // ROWS
+    gl.static_assert(PARTS == 3)
+    head = gl.program_id(1)
+    first = gl.program_id(0) * Q_TILE
+    tiles = gl.cdiv(valid, K_TILE)
+    q_desc = tma.make_tensor_descriptor(q + head * D, [rows, D], [Q_STRIDE, 1], [ROWS, D], TILED)
+    k_desc = tma.make_tensor_descriptor(k + head * D, [valid, D], [K_STRIDE, 1], [K_TILE, D], TILED)
+    v_desc = tma.make_tensor_descriptor(v + head * D, [valid, D], [V_STRIDE, 1], [K_TILE, D], TILED)
+    shared = _shared(PARTS, PARTS, K_TILE, STAGES)
+    work = (first, valid, tiles)
+    turn = (out, state, logs, rows, first_turn, last_turn)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, turn, shared, work, K_TILE, STAGES, False, False, True, HEADS)),
+            (_consumer, (1, turn, shared, work, K_TILE, STAGES, False, False, True, HEADS)),
+            (_consumer, (2, turn, shared, work, K_TILE, STAGES, False, False, True, HEADS)),
+            (_producer, (q_desc, k_desc, v_desc, shared, first, tiles, PARTS, K_TILE, STAGES)),
+        ],
+        [4, 4, 1],
+        [160, 160, PRODUCER_REGISTERS],
+    )  # fmt: skip
