@@ -21,6 +21,8 @@ from h3compile.engine.records import dims_of
 from h3compile.engine.writer import EngineWriter
 from h3compile.errors import EngineError
 from h3compile.ops.attention import ATTENTION
+from h3compile.ops.operator import Operator
+from h3compile.ops.ring_attention import RING_ATTENTION
 from h3compile.plan.kernels import region_attended
 from h3compile.plan.polynomial import Polynomial
 from h3compile.plan.work import OWN_DENSE
@@ -74,13 +76,17 @@ def own_dense(
     artifacts: Mapping[str, ArtifactRecord], named: Mapping[str, str], arch: str
 ) -> tuple[str, ...]:
     """The dense attention that a kernel of ours computes: as was chosen, or will be where the target is."""
-    chosen = {one.providers.get(ATTENTION.name) for one in artifacts.values()} - {None}
-    if not chosen and "attention" in named:
-        chosen = {named["attention"]}
-    if not chosen:
-        return OWN_DENSE.get(arch, ())
-    libraries = {one.name for one in ATTENTION.providers if one.library}
-    return () if chosen & libraries else (ATTENTION.name,)
+
+    def ours(operator: Operator) -> bool:
+        chosen = {one.providers.get(operator.name) for one in artifacts.values()} - {None}
+        base = operator.name.partition(".")[0]
+        if not chosen and base in named:
+            chosen = {named[base]}
+        if not chosen:
+            return operator.name in OWN_DENSE.get(arch, ())
+        return not chosen & {one.name for one in operator.providers if one.library}
+
+    return tuple(operator.name for operator in (ATTENTION, RING_ATTENTION) if ours(operator))
 
 
 def _activations(
@@ -92,11 +98,13 @@ def _activations(
     round what was recorded is too much, and stays.
     """
     before = own_dense(old, manifest.providers, manifest.arch)
-    if not before or own_dense(lowered.artifacts, manifest.providers, manifest.arch):
+    now = own_dense(lowered.artifacts, manifest.providers, manifest.arch)
+    lost = [name for name in before if name not in now]
+    if not lost:
         return manifest.activations
     dims = dims_of(manifest)
     sizes = {dim.name: dim.hint for dim in dims}
-    beside = max((region_attended(region, dims) for region in regions), key=lambda one: one.at(sizes))
+    beside = max((region_attended(region, dims, lost) for region in regions), key=lambda one: one.at(sizes))
     return tuple(str(Polynomial.parse(text) + beside) for text in manifest.activations)
 
 

@@ -47,7 +47,7 @@ class Provider:
     launch: Callable[..., Outputs]
     package: Package | None = None
     reserved: Callable[..., str | None] = _never
-    # Whether what it returns is torch's memory and not the step's: a library allocates, or it exchanges.
+    # Whether a library computes it, and allocates what it returns.
     library: bool = False
 
     def refused(self, arch: str, operands: Sequence[Operand], *, named: bool) -> str | None:

@@ -19,6 +19,7 @@ from h3compile.ops.attention import (
 from h3compile.ops.exchange import by_torch, bytes_of
 from h3compile.ops.exchange_groups import others, sent
 from h3compile.ops.launch import Run
+from h3compile.ops.memory import empty
 from h3compile.ops.numerics import wide
 from h3compile.ops.operator import Cost, Provider, define
 from h3compile.ops.package import without_data
@@ -88,9 +89,8 @@ def _by_kernel(kernel: str, tiles_of: Callable[[str], Tiles]) -> Callable[..., t
         group: str,
     ) -> torch.Tensor:
         _, length, heads, width = query.shape
-        # Torch's memory, as that of what travels: a rehearsal has nobody to exchange with.
-        out, state = query.new_empty(query.shape), query.new_empty(query.shape, dtype=torch.float32)
-        logs = query.new_empty((heads, length), dtype=torch.float32)
+        out, state = empty(query, query.shape), empty(query, query.shape, torch.float32)
+        logs = empty(query, (heads, length), torch.float32)
         own = _Stretch(key, value, first=True, last=True)
         for stretch in (own,) if without_data(query) else _stretches(key, value, rows, ring, group):
             tensors = {"q": query, "k": stretch.keys, "v": stretch.values, "out": out, "state": state}
@@ -157,8 +157,8 @@ def _merged(
     return torch.lerp(wide(out), wide(more), share), both
 
 
-# Bytes an element that a merge moves: a 16-bit result widened, and two FP32 ones read for a third.
-_MERGED = 18
+# Bytes an element that lie between two turns, in FP32: written by one and read by the next.
+_KEPT = 8
 
 
 def _fake(query: torch.Tensor, *_: object) -> torch.Tensor:
@@ -171,8 +171,7 @@ def _cost(
     length, heads, width = query.shape[1:]
     kind = str(query.dtype).removeprefix("torch.")
     stretch = byte_count(key) + byte_count(value)
-    # The first result is widened, those after it are merged, the last is rounded.
-    moved = 2 * byte_count(query) + 2 * ring * stretch + ((ring - 1) * _MERGED + 12) * query.numel()
+    moved = 2 * byte_count(query) + 2 * ring * stretch + _KEPT * (ring - 1) * query.numel()
     return Cost({kind: 4 * heads * length * rows * width}, moved, stretch * (ring - 1))
 
 
@@ -190,9 +189,8 @@ RING_ATTENTION = define(
             "gluon",
             unsupported_on_hopper,
             _by_kernel("dense_hopper:ring_kernel", lambda _: DENSE_ON_HOPPER),
-            library=True,
         ),
         *by_torch("ring_attention"),
-        Provider("triton", unsupported_dense, _by_kernel("attention:ring_kernel", dense_tiles), library=True),
+        Provider("triton", unsupported_dense, _by_kernel("attention:ring_kernel", dense_tiles)),
     ),
 )

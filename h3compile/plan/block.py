@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from h3compile.plan import collectives
-from h3compile.plan.cost import piece_seconds, ring_turns, waiting_seconds
+from h3compile.plan.cost import piece_seconds, ring_turn, waiting_seconds
 from h3compile.plan.polynomial import Sizes
 from h3compile.plan.work import Piece, ProgramWork
 from h3compile.targets import Target
@@ -61,13 +61,13 @@ def block_spans(
     if stretches == 1:
         compute("attention", pieces[dense : dense + 1])
     else:
-        turn, coming = ring_turns(work, target, sizes, shards, stretches)
+        turn = ring_turn(work, target, sizes, shards, stretches)
         for count in range(stretches):
             begun, last = spans.now, count + 1 == stretches
             # What travels beside a product holds it up.
-            spans.add("kernels", "attention", turn if last else turn + coming)
+            spans.add("kernels", "attention", turn.computes + (0.0 if last else turn.held_up))
             if not last:
-                spans.beside("exchange", "k, v", begun, coming)
+                spans.beside("exchange", "k, v", begun, turn.travels)
             if count == 0 and ulysses == 1:
                 spans.add("exchange", "waits", waits)
     if ulysses > 1:

@@ -38,9 +38,11 @@ LATENCY = 60e-6
 _RATE: Mapping[Kind, float] = {"exchange": 1.0, "gather": 0.8, "turn": 1.08}
 
 _BF16 = 2
-# What a ring holds of its queries' numbers over what they are in BF16: two stretches of keys and values, two
-# results, both in FP32 too, and a third that they become (ops/ring_attention.py): 24 bytes.
-RING_HOLDS = 12
+# What a ring holds for a number of its queries, over their own two bytes: two stretches of keys and values
+# and a result in FP32, 12 bytes; and where libraries compute it 12 more, results that are merged and the one
+# that is returned (ops/ring_attention.py).
+RING_HOLDS = 6
+RING_MERGES = 6
 # Exchanges of a block: queries, keys and values together, then the attention's result.
 ULYSSES_EXCHANGES = 2
 # What leaves the model a row: 96 video channels in FP32, with 32 of audio; the whole row would be 10,752

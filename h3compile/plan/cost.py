@@ -17,7 +17,7 @@ from h3compile.plan.polynomial import Sizes
 from h3compile.plan.residency import Residency, piece_bytes
 from h3compile.plan.schedule import Compute, Copy, Gather
 from h3compile.plan.simulate import steady_step_seconds
-from h3compile.plan.work import CallWork, Piece, ProgramWork, RegionWork
+from h3compile.plan.work import OWN_DENSE, CallWork, Piece, ProgramWork, RegionWork
 from h3compile.targets import Target
 from h3compile.targets.keys import default_keys
 
@@ -33,7 +33,7 @@ __all__ = [
     "rank_seconds",
     "region_seconds",
     "request_seconds",
-    "ring_turns",
+    "ring_turn",
     "step_seconds",
     "streamed_step_seconds",
     "waiting_seconds",
@@ -47,13 +47,7 @@ _HALF_WAVE = 132 / 2
 # 60.5 over 68.3 (h200_passes.json, h200_attention.json). Elsewhere the `attention` operator is cuDNN
 # itself.
 _CUDNN_ON_HOPPER = 0.89
-# A ring's is cuDNN's too, slower where it gives the logarithms of its sums: over ours, in a block alone, 0.84
-# to 0.88 with two stretches and four at 37,760 and 73,500 rows, merges taken off (h200_rank_alone.json).
-_RING_ON_HOPPER = 0.86
-_ON_HOPPER: Mapping[str, float] = {
-    "aten.scaled_dot_product_attention": _CUDNN_ON_HOPPER,
-    "ring_attention.default": _RING_ON_HOPPER,
-}
+_ON_HOPPER: Mapping[str, float] = {"aten.scaled_dot_product_attention": _CUDNN_ON_HOPPER}
 
 # What PyTorch's own kernels, an operator each, reach of a copy: in one block as Diffusers ships it 13.5 ms
 # of them, at 37,760 rows, for bytes that a copy moves in 8.0 ms (h200_passes.json). Concatenation is the
@@ -63,15 +57,21 @@ _EAGER = 0.59
 # (h200_passes.json).
 _PREPARE = 0.87
 
-# What a ring merges with, in PyTorch's own kernels: bytes a number of a merge, of the first result that is
-# widened and the last that is rounded, and of keys and values that are laid together; launches of a turn
-# (ops/ring_attention.py). They reach so much of a copy: 1.37 to 1.46 ms a merge at 37,760 rows on one of two
-# ranks (h200_rank_alone.json).
+# What a turn of a ring moves beside its product (ops/ring_attention.py), bytes a number of its queries: once
+# keys and values are laid together. Then where a kernel of ours merges, what it keeps in FP32 is written and
+# read. PyTorch's six widen the first result and round the last, and merge at so much of a copy's rate: 1.37
+# to 1.46 ms a merge at 37,760 rows on one of two ranks (h200_rank_alone.json).
+_LAID = 8
+_KEPT = 8
 _MERGED = 18
 _ENDS = 12
-_LAID = 8
 _MERGING = 0.41
 _MERGE_LAUNCHES = 6
+# How long a stretch that travels holds up a kernel of ours, over its travel, for NCCL's kernels take
+# multiprocessors: by the operator alone on two H200, 0.03 at 37,760 rows and 0.59 at 73,500
+# (h200_x2_ranks.json, rings). Libraries' were held up by 1.3 to 1.6 of it, and are taken to be by all of it.
+_HOLDS_UP = 0.3
+_RING = "ring_attention.default"
 _GOES_ROUND = ("attention.default", "aten.scaled_dot_product_attention")
 
 # What the tests of Skip-Softmax cost when nothing is skipped: 51.5 ms over 48.2 (h200_passes.json,
@@ -204,13 +204,20 @@ def waiting_seconds(
     return _WAITING * region_seconds(work.block, target, sizes, shards=shards, skipped=skipped)
 
 
-def ring_turns(
-    work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int
-) -> tuple[float, float]:
-    """Seconds that a turn of a ring multiplies and merges in a block, and that a stretch travels by itself.
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a ring in a block, in seconds: what it ``computes``, and a stretch ``travels`` by itself.
 
-    `H3CompileError` where the attention is one that cannot have keys in parts.
+    ``held_up`` is how much longer it computes while one travels.
     """
+
+    computes: float
+    travels: float
+    held_up: float
+
+
+def ring_turn(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int) -> Turn:
+    """One of the turns of a ``ring``; `H3CompileError` where the attention cannot have keys in parts."""
     dense = _attention(work)
     if dense.operator not in _GOES_ROUND:
         raise H3CompileError(
@@ -218,14 +225,15 @@ def ring_turns(
             f"of {ring}",
             "use a number of them that divides the heads, or leave that pass out",
         )
-    turns = replace(dense, operator="ring_attention.default", launches=ring)
+    own = _RING in OWN_DENSE.get(target.arch, ())
+    turns = replace(dense, operator=_RING, launches=ring if own else ring * (1 + _MERGE_LAUNCHES))
     product = piece_seconds(turns, target, sizes, shards=shards)
     numbers = sizes["rows"] / shards * work.attended  # of queries, which a rank has of its heads
-    moved = (_MERGED * (ring - 1) + _ENDS + _LAID) * numbers
-    merges = moved / (target.rate("bandwidth").reached * _MERGING)
+    merged = _KEPT * (ring - 1) if own else (_MERGED * (ring - 1) + _ENDS) / _MERGING
+    beside = (_LAID + merged) * numbers / target.rate("bandwidth").reached
     coming = collectives.ring_bytes(sizes["rows"], work.attended, shards, ring) / (ring - 1)
     travels = collectives.seconds(target, coming, kind="turn")
-    return (product + merges) / ring + _MERGE_LAUNCHES * target.launch_seconds, travels
+    return Turn((product + beside) / ring, travels, travels * (_HOLDS_UP if own else 1))
 
 
 def _attention(work: ProgramWork) -> Piece:
@@ -236,20 +244,19 @@ def _attention(work: ProgramWork) -> Piece:
 def _ring_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int | None) -> float:
     """What a block takes longer when keys go round than when they do not, exchanges of heads left out.
 
-    As if a stretch that travels beside a product held it up for as long: NCCL's kernels hold multiprocessors
-    that cuDNN's count on. Steps of two H200 took 1.5 to 3.1 times that longer than without it.
+    A stretch that travels beside a product holds it up: NCCL's kernels hold multiprocessors.
     """
     _, stretches = collectives.split(work.heads, shards, ring)
     if stretches == 1:
         return 0.0
-    _, coming = ring_turns(work, target, sizes, shards, stretches)
-    return _turned_seconds(work, target, sizes, shards, stretches) + (stretches - 1) * coming
+    held_up = ring_turn(work, target, sizes, shards, stretches).held_up
+    return _turned_seconds(work, target, sizes, shards, stretches) + (stretches - 1) * held_up
 
 
 def _turned_seconds(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring: int) -> float:
     """What the turns of a ring take longer than attention to all keys at once, nothing beside them."""
-    turn, _ = ring_turns(work, target, sizes, shards, ring)
-    return ring * turn - piece_seconds(_attention(work), target, sizes, shards=shards)
+    turn = ring_turn(work, target, sizes, shards, ring)
+    return ring * turn.computes - piece_seconds(_attention(work), target, sizes, shards=shards)
 
 
 def rank_seconds(

@@ -21,7 +21,7 @@ from h3compile.ops.attention import ATTENTION
 from h3compile.ops.exchange import ROWS_TO_HEADS
 from h3compile.ops.operator import Operand
 from h3compile.ops.ring_attention import RING_ATTENTION
-from h3compile.plan.collectives import RING_HOLDS
+from h3compile.plan.collectives import RING_HOLDS, RING_MERGES
 from h3compile.plan.polynomial import Polynomial, total, undominated
 from h3compile.plan.work import Kind, Piece, RegionWork
 from h3compile.program.facts import Dim
@@ -44,9 +44,9 @@ _ALIGNMENT = 256
 
 _OURS = {operator.target: operator for operator in OPERATORS}
 
-# Kernels of an operator of ours, where more than one. Of a ring those of a turn: an attention, and torch's
-# six that merge it with the turns before.
-_LAUNCHES = {"sage_prepare": 6, "sage_quantize": 6, "ring_attention": 7}
+# Kernels of an operator of ours, where more than one. Of a ring those of a turn: an attention, and what a
+# stretch is laid together or sent by.
+_LAUNCHES = {"sage_prepare": 6, "sage_quantize": 6, "ring_attention": 2}
 
 _ATTENTION = ("attention", "sage_attention", "ring_attention")
 
@@ -91,9 +91,10 @@ def region_work(
     return RegionWork(pieces, weights, undominated(kernels.live()), kernels.attended(), kernels.exchanged())
 
 
-def region_attended(region: Region, dims: Iterable[Dim]) -> Polynomial:
-    """Bytes that dense attention in ``region`` returns where a library computes it."""
-    return _Kernels(propagate(region, dims), frozenset(), frozenset(), fused=True, costs=False).attended()
+def region_attended(region: Region, dims: Iterable[Dim], operators: Container[str]) -> Polynomial:
+    """Bytes that libraries take for dense attention in ``region`` where they compute these ``operators``."""
+    kernels = _Kernels(propagate(region, dims), frozenset(), frozenset(), fused=True, costs=False)
+    return kernels.attended([operator.name for operator in OPERATORS if operator.name not in operators])
 
 
 def region_peak(
@@ -168,10 +169,13 @@ class _Kernels:
                 del alive[node]
 
     def attended(self, but: Container[str] = ()) -> Polynomial:
-        """Bytes of what dense attention returns, ``but`` these operators."""
+        """Bytes that libraries take for dense attention, ``but`` for these operators."""
+        times = dict.fromkeys(_DENSE, 1) | {RING_ATTENTION.target: RING_MERGES}
         own = {target for target, operator in _OURS.items() if operator.name in but}
         return total(
-            self._size(node) for node in self._nodes if node.target in _DENSE and node.target not in own
+            self._size(node) * times[node.target]
+            for node in self._nodes
+            if node.target in times and node.target not in own
         )
 
     def exchanged(self) -> Polynomial:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from h3compile.plan.collectives import RING_HOLDS, split
+from h3compile.plan.collectives import RING_HOLDS, RING_MERGES, split
 from h3compile.plan.components import Component, Phase, host_bytes
 from h3compile.plan.cost import Parallel, local_sizes
 from h3compile.plan.polynomial import NOTHING, Sizes
 from h3compile.plan.residency import Residency, piece_bytes
-from h3compile.plan.work import CallWork, ProgramWork
+from h3compile.plan.work import OWN_DENSE, CallWork, ProgramWork
 from h3compile.targets import Target
 
 __all__ = ["KINDS", "MemoryPlan", "activation_bytes", "kept_timesteps", "memory_plan", "slot_bytes", "usable"]
@@ -49,6 +49,7 @@ _NCCL_GATHERS = 450 * MIB
 # Python, torch and CUDA on the host. Assumed.
 _PROCESS = 3 * 10**9
 _BF16 = 2
+_RING = "ring_attention.default"
 
 
 def kept_timesteps(forwards: int, timesteps: int = 4) -> int:
@@ -169,7 +170,7 @@ def memory_plan(
         # Tables are evaluated before the step's first call: what is alive is the larger of both.
         during["staging"] = max(0, _cold(work) - step)
     if parallel.shards > 1:
-        during["collectives"] = _exchanged(work, sizes, parallel.shards)
+        during["collectives"] = _exchanged(work, sizes, parallel.shards, arch)
     phases: dict[Phase, list[Mapping[str, int]]] = {
         phase: [base, sharing, {"tenants": _tenant_bytes(tenants, phase, pixels)}]
         for phase in get_args(Phase)
@@ -217,11 +218,12 @@ def _channels(work: ProgramWork, residency: Residency, parallel: Parallel) -> in
     return exchanges + (_NCCL_GATHERS if residency.mode == "allgather" else 0)
 
 
-def _exchanged(work: ProgramWork, sizes: Sizes, shards: int) -> int:
+def _exchanged(work: ProgramWork, sizes: Sizes, shards: int, arch: str) -> int:
     """What exchanges hold: queries, keys and values, sent and received at once; of a ring, what it merges."""
+    own = _RING in OWN_DENSE.get(arch, ())
     ulysses, ring = split(work.heads, shards)
     heads = 2 * 3 * _BF16 if ulysses > 1 else 0
-    turns = RING_HOLDS * _BF16 if ring > 1 else 0
+    turns = (RING_HOLDS + (0 if own else RING_MERGES)) * _BF16 if ring > 1 else 0
     return round((heads + turns) * sizes["rows"] / shards * work.attended)
 
 

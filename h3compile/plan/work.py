@@ -45,7 +45,7 @@ PASS_SETS: Mapping[str, str] = {
 
 # Architecture -> dense attention that a kernel of ours computes there, where nothing else is asked for;
 # elsewhere cuDNN does (`ops/attention.py`).
-OWN_DENSE: Mapping[str, tuple[str, ...]] = {"sm_90a": ("attention.default",)}
+OWN_DENSE: Mapping[str, tuple[str, ...]] = {"sm_90a": ("attention.default", "ring_attention.default")}
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class RegionWork:
     """One region: its pieces in order, the bytes of one call's weights, the most that lives at once.
 
     ``peak``: bytes of inputs, outputs and everything between them, tables and weights left out; which of
-    the polynomials is the largest depends on the lengths. ``attended``: bytes that dense attention returns,
-    which are among them too: a library allocates its result itself. ``exchanged``: what exchanges of ranks
-    hold at once, which no plan of values has.
+    the polynomials is the largest depends on the lengths. ``attended``: bytes that dense attention takes
+    where a library computes it, beside its result among them. ``exchanged``: what exchanges of ranks hold at
+    once, which no plan of values has.
     """
 
     pieces: tuple[Piece, ...]

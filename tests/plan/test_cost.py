@@ -19,7 +19,7 @@ from h3compile.plan.cost import (
     rank_seconds,
     region_seconds,
     request_seconds,
-    ring_turns,
+    ring_turn,
     step_seconds,
     streamed_step_seconds,
 )
@@ -150,25 +150,27 @@ def test_ranks_that_cannot_share_heads_pass_keys_round_if_the_attention_can() ->
             step_seconds(released(passes), target, CLIP, shards=3)
 
 
-def test_a_turn_of_a_ring_by_hand() -> None:
-    """A quarter of the rows a turn: the product by cuDNN, and merges by PyTorch's own kernels."""
-    work, target = released("fuse"), find_target("h200")
-    turn, coming = ring_turns(work, target, CLIP, 4, 4)
+@pytest.mark.parametrize(("name", "held_up"), [("h200", 0.3), ("b300", 1.0)])
+def test_a_turn_of_a_ring_by_hand(name: str, held_up: float) -> None:
+    """A quarter of the rows a turn: by a kernel of ours that merges, or cuDNN and PyTorch's own kernels."""
+    work, target = released("fuse"), find_target(name)
+    turn = ring_turn(work, target, CLIP, 4, 4)
     numbers = CLIP["rows"] / 4 * 7168
     (dense,) = (piece for piece in work.regions["block"].pieces if piece.kind == "attention")
     assert target.peer is not None and dense.tile is not None
     flop = dense.flop.at(CLIP) / 4 + 66 * dense.tile.at(CLIP)
-    product = flop / (target.rate("attention.bfloat16").reached * 0.86)
-    # Three merges, a result widened and one rounded, keys and values laid together.
-    merged = (3 * 18 + 6 + 6 + 8) * numbers / (target.rate("bandwidth").reached * 0.41)
-    assert coming == pytest.approx(4 * numbers / (1.08 * target.peer.rate.reached) + 60e-6)
-    launches = (1 + 6) * target.launch_seconds
-    assert turn == pytest.approx(product / 4 + merged / 4 + launches)
+    product = flop / target.rate("attention.bfloat16").reached
+    # Three results that are kept for the next turn; or three merges, a result widened and one rounded.
+    merged, launches = (3 * 8, 1) if name == "h200" else ((3 * 18 + 6 + 6) / 0.41, 7)
+    beside = (8 + merged) * numbers / target.rate("bandwidth").reached
+    assert turn.travels == pytest.approx(4 * numbers / (1.08 * target.peer.rate.reached) + 60e-6)
+    assert turn.held_up == held_up * turn.travels
+    assert turn.computes == pytest.approx(product / 4 + beside / 4 + launches * target.launch_seconds)
     # A stretch holds up the product that it travels beside.
     block, heads = (call_seconds(work, target, CLIP, shards=4, ring=ring)["block.3"] for ring in (4, 1))
     alone = piece_seconds(dense, target, CLIP, shards=4)
     exchanged = collectives.step_seconds(work, target, CLIP, 4)["block.3"]
-    assert block - (heads - exchanged) == pytest.approx(4 * turn + 3 * coming - alone)
+    assert block - (heads - exchanged) == pytest.approx(4 * turn.computes + 3 * turn.held_up - alone)
 
 
 @pytest.mark.parametrize(("shards", "ring"), [(1, None), (8, None), (4, 4), (8, 2)])
@@ -182,16 +184,16 @@ def test_a_rank_by_itself_has_all_but_links_and_waiting(shards: int, ring: int |
             target, collectives.ulysses_bytes(CLIP["rows"], work.attended, shards, stretches), 2
         )
     if stretches > 1:
-        links += (stretches - 1) * ring_turns(work, target, CLIP, shards, stretches)[1]
+        links += (stretches - 1) * ring_turn(work, target, CLIP, shards, stretches).held_up
     waiting = 0.025 * region_seconds(work.block, target, CLIP, shards=shards) if shards > 1 else 0.0
     assert rank_seconds(work, target, CLIP, shards, ring) == pytest.approx(block - links - waiting)
 
 
-def test_the_operator_counts_the_same_bytes_of_a_merge() -> None:
+def test_the_operator_counts_the_same_bytes_of_what_is_kept() -> None:
     held = torch.empty(1, 128, 8, 128, dtype=torch.bfloat16, device="meta")
     whole = RING_ATTENTION.cost(held, held, held, 512, 4, "ring").bytes
-    # Queries and results once, keys and values of four turns twice; three merges.
-    assert (whole - 2 * held.nbytes - 4 * 2 * 2 * held.nbytes) / held.numel() == 3 * 18 + 12
+    # Queries and results once, keys and values of four turns twice; kept three times, in FP32.
+    assert (whole - 2 * held.nbytes - 4 * 2 * 2 * held.nbytes) / held.numel() == 3 * 8
 
 
 def small(count: int = 4) -> ProgramWork:
