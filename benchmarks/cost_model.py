@@ -38,9 +38,6 @@ OUTLIERS: Mapping[str, str] = {
     "H200, memory: diffusers, 10 layers, 37,760 rows: group offload, two blocks": (
         "Python's variables keep two tensors of the width of a row that nothing reads again: 0.8 GiB"
     ),
-    "H200, a rank alone: sp(ring=4), 11,000 rows": (
-        "probably the cache: what four stretches merge is 79 MB here, and has the rate of large merges"
-    ),
     "8x B300, topologies: DP1xSP8 AllGather, request": (
         "the other publication has 29.09 s for the same plan (0 resident, above); this older one has 13 ms "
         "a block, and devices have 9 ms of work: probably the host's launching"

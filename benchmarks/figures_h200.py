@@ -18,6 +18,7 @@ from h3compile.plan.cost import (
     rank_seconds,
     region_seconds,
     request_seconds,
+    ring_turn,
     step_seconds,
     streamed_step_seconds,
 )
@@ -81,6 +82,7 @@ def h200_figures() -> Iterator[Figure]:
     yield from _streaming()
     yield from _alone()
     yield from _ranks()
+    yield from _rank_streaming()
 
 
 def _blocks() -> Iterator[Figure]:
@@ -301,55 +303,59 @@ def _streaming() -> Iterator[Figure]:
             yield _h200("streaming", f"{table}, 5,792 rows, {plan}", "ms", step(5_792, kept), ms)
 
 
-# What was run before `ops/runs.py`, and how much longer a block of two ranks took then, in ms at 37,760 rows:
-# putting in order what it exchanges, by the difference that h200_rank_alone.json measured; what a ring
-# merges, computed: 36 bytes a number more at the speed of the merge in that file.
-_EARLIER_MS = {"ulysses": 0.77, "ring": 2.85}
+# Streaming was run before `ops/runs.py`: how much longer a block of two ranks took then to put in order what
+# it exchanges, in ms at 37,760 rows, by the difference that h200_rank_alone.json measured.
+_EARLIER_MS = 0.77
 
 
 def _alone() -> Iterator[Figure]:
-    """One rank's block with all but the links, as `rank_alone.py` timed it.
+    """One rank's block with all but the links, as `rank_alone.py` timed it; a ring's attention by `ranks.py`.
 
-    Not that of `exchange=fp8`, which the model does not know.
+    Not that of `exchange=fp8`, which the model does not know, nor of rings before they had a kernel of ours.
     """
     target, run = find_target("h200"), _load("h200_rank_alone.json")
     for spelled, found in run.items():
-        if not isinstance(found, dict) or "kernels" not in found or "exchange" in spelled:
+        if not isinstance(found, dict) or "kernels" not in found:
+            continue
+        if "exchange" in spelled or "ring" in spelled:
             continue
         passes, shared, way = spelled.removesuffix(")").rpartition("sp(")
         if not shared:
             passes, way = "" if spelled == "default" else spelled, ""
         work, ranks = released(passes.strip(",")), int(way.partition("=")[2] or 1)
         for rows in (37_760, 73_500, 11_000):
-            ring = ranks if way.startswith("ring") else None
-            seconds = rank_seconds(work, target, sizes_of(str(rows)), ranks, ring)
+            seconds = rank_seconds(work, target, sizes_of(str(rows)), ranks)
             name = f"{spelled}, {rows:,} rows"
             yield _h200("a rank alone", name, "ms", 1e3 * seconds, found[str(rows)]["ms"])
+    rings = _load("h200_x2_ranks.json")["rings"]
+    for rows in (37_760, 73_500):
+        turn = ring_turn(released("fuse"), target, sizes_of(str(rows)), 2, 2)
+        name = f"attention of ring=2, {rows:,} rows"
+        ms = rings[f"{rows}_ms, nothing exchanged"]["gluon"]
+        yield _h200("a rank alone", name, "ms", 2e3 * turn.computes, ms)
 
 
 def _ranks() -> Iterator[Figure]:
-    """Two ranks: four blocks, the whole depth in FP8, and blocks streamed, as `ranks.py` timed them.
+    """Two ranks: four blocks, and the whole depth in FP8, as `ranks.py` timed them.
 
     Not those of `exchange=fp8`, which the model does not know.
     """
     target, run = find_target("h200"), _load("h200_x2_ranks.json")
-
-    def earlier(way: str, layers: int, rows: int) -> float:
-        return layers * _EARLIER_MS[way] * rows / 37_760
-
     depths = (("blocks", "fuse", run["layers"], ""), ("deep", "fp8", run["deep_layers"], "fp8 "))
     for section, table, layers, prefix_ in depths:
         work = released(table).with_blocks(layers)
         for rows in (37_760, 73_500):
-            one = 1e3 * step_seconds(work, target, sizes_of(str(rows)))
-            ms = run[section][f"{rows}_ms"][f"{prefix_}one"]
-            name = f"{table}, {layers} layers, {rows:,} rows, one rank"
-            yield Figure("2x H200, steps", name, "ms", one, ms, H200_BAR)
-            for way, ring in (("ulysses", None), ("ring", 2)):
-                ms = run[section][f"{rows}_ms"][f"{prefix_}{way}=2"]
-                ours = 1e3 * step_seconds(work, target, sizes_of(str(rows)), shards=2, ring=ring)
-                name = f"{table}, {layers} layers, {rows:,} rows, {way}=2"
-                yield Figure("2x H200, steps", name, "ms", ours + earlier(way, layers, rows), ms, H200_BAR)
+            measured = run[section].get(f"{rows}_ms", {})
+            for way, shards, ring in (("one", 1, None), ("ulysses=2", 2, None), ("ring=2", 2, 2)):
+                if (ms := measured.get(f"{prefix_}{way}")) is not None:
+                    ours = 1e3 * step_seconds(work, target, sizes_of(str(rows)), shards=shards, ring=ring)
+                    name = f"{table}, {layers} layers, {rows:,} rows, {way}"
+                    yield Figure("2x H200, steps", name, "ms", ours, ms, H200_BAR)
+
+
+def _rank_streaming() -> Iterator[Figure]:
+    """Blocks that two ranks stream, from own memory and gathered, as an earlier `ranks.py` timed them."""
+    target, run = find_target("h200"), _load("h200_x2_ranks_earlier.json")
     work = released("fuse")
     for name, point in run["dlo"].items():
         if not isinstance(point, dict):
@@ -359,7 +365,7 @@ def _ranks() -> Iterator[Figure]:
         kept = spaced(work.blocks, point["resident"])
         residency = Residency(work.blocks, kept, 0 if kept == work.blocks else 2, mode)
         known = operation_seconds(work, target, sizes, residency, Parallel(2))
-        longer = earlier("ulysses", 1, int(rows)) / 1e3
+        longer = _EARLIER_MS * int(rows) / 37_760 / 1e3
 
         def seconds(
             one: Compute | Copy | Gather,

@@ -31,7 +31,7 @@ class Point:
 
 def points() -> Iterator[Point]:
     """Those of `ranks.py`, all plans and lengths; where all blocks stay there is one for both modes."""
-    run = json.loads((RESULTS / "h200_x2_ranks.json").read_text())["dlo"]
+    run = json.loads((RESULTS / "h200_x2_ranks_earlier.json").read_text())["dlo"]
     found = {figure.name: figure for figure in h200_figures() if figure.group == "2x H200, streaming"}
     for name, point in run.items():
         if not isinstance(point, dict):

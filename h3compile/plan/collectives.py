@@ -33,7 +33,7 @@ Kind = Literal["exchange", "gather", "turn"]
 
 # Seconds before a collective has its rate, and rates of gathers and of a ring's turns over that of exchanges,
 # which a target's link has: fitted to NCCL 2.28 between two H200 at 134 to 812 MB, where exchanges and
-# gathers are off by up to 8 % and turns by 12 (h200_x2_ranks.json, links).
+# gathers are off by up to 8 % and turns by 12 (h200_x2_ranks_earlier.json, links).
 LATENCY = 60e-6
 _RATE: Mapping[Kind, float] = {"exchange": 1.0, "gather": 0.8, "turn": 1.08}
 

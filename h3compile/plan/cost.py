@@ -87,12 +87,13 @@ _LOWERING_SECONDS = 33.0
 _WEIGHT_SECONDS = 37.0 / 9.5e9
 
 # How much of a gather's time is taken from the kernels beside it: NCCL's kernels hold multiprocessors and
-# read and write device memory. Between 0.27, which is what two H200 lost (h200_x2_ranks.json), and the 0.56
-# that the published DLO points of 8x B300 ask for, where zero residents are 3.2 s of 25.9 slower than all.
+# read and write device memory. Between 0.27, which is what two H200 lost (h200_x2_ranks_earlier.json), and
+# the 0.56 that the published DLO points of 8x B300 ask for, where none resident is 3.2 s of 25.9 slower.
 _CONTENTION = 0.4
 
 # How long ranks wait for the slowest of them, as a share of what a block computes: fitted to steps of two
-# H200, which were 1 to 6 % longer than one rank's block alone and the links alone (h200_x2_ranks.json).
+# H200, which were 1 to 6 % longer than one rank's block alone and the links alone
+# (h200_x2_ranks_earlier.json); steps of the present version are within 2.5 % of what is predicted with it.
 _WAITING = 0.025
 
 

@@ -41,9 +41,9 @@ _CUBLAS = 2 * 32 * MIB
 # (`packing.py`), small ones take segments. On an H200, reserved was 0.99 to 1.00 of the plan with this.
 _SLACK = 0.02
 # NCCL's channels: of the communicator that exchanges for heads, and of one that gathers weights beside it.
-# Measured with two H200 and NCCL 2.28 (h200_x2_ranks.json): what the driver counts beyond the allocator's
-# and the context, 1,251 to 1,385 MiB and 440 to 450. Assumed of more devices, and of rings, which have two
-# communicators or three.
+# Measured with two H200 and NCCL 2.28 (h200_x2_ranks_earlier.json): what the driver counts beyond the
+# allocator's and the context, 1,251 to 1,385 MiB and 440 to 450. Assumed of more devices, and of rings, which
+# have two communicators or three.
 _NCCL_EXCHANGES = 1260 * MIB
 _NCCL_GATHERS = 450 * MIB
 # Python, torch and CUDA on the host. Assumed.

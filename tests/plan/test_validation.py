@@ -53,36 +53,21 @@ def test_nothing_is_left_out(model: ModuleType) -> None:
     bars = {figure.group: figure.bar for figure in model.figures()}
     ours = ("H200", "2x H200")
     assert all(bar == (0.10 if group.startswith(ours) else 0.15) for group, bar in bars.items())
-    # Two ranks: four blocks and fifty, heads shared and a ring, two lengths; seven plans, ms and GiB.
-    assert sum(name.startswith("2x H200, steps") for name in names) == 12
+    # Two ranks: four blocks at two lengths and fifty at one, heads shared and a ring; seven plans, ms and GiB.
+    assert sum(name.startswith("2x H200, steps") for name in names) == 9
     assert sum(name.startswith("2x H200, streaming") for name in names) == 28
 
 
 def test_two_ranks_are_held_closer(model: ModuleType) -> None:
-    """What was fitted to them is held by them: steps within 4 %, and what a way takes longer than another."""
+    """Steps within 2.5 %, and what heads that are shared cost over half of one rank's step, to a fifth."""
     found = {figure.name: figure for figure in model.figures() if figure.group.startswith("2x H200")}
-    assert all(abs(one.off) < 0.04 for one in found.values() if one.group.endswith("steps"))
-
-    def longer(one: str, other: str) -> tuple[float, float]:
-        return (
-            found[one].predicted - found[other].predicted,
-            found[one].measured - found[other].measured,
-        )
-
-    for rows in ("37,760", "73,500"):
-        # A block of two ranks over half of one rank's: links, ordering and waiting, to a quarter.
-        two, one = (f"fp8, 50 layers, {rows} rows, {way}" for way in ("ulysses=2", "one rank"))
+    assert all(abs(one.off) < 0.025 for one in found.values() if one.group.endswith("steps"))
+    for prefix in ("fuse, 4 layers, 37,760", "fuse, 4 layers, 73,500", "fp8, 50 layers, 37,760"):
+        one, two = (found[f"{prefix} rows, {way}"] for way in ("one", "ulysses=2"))
         predicted, measured = (
-            getattr(found[two], kind) - getattr(found[one], kind) / 2 for kind in ("predicted", "measured")
+            getattr(two, kind) - getattr(one, kind) / 2 for kind in ("predicted", "measured")
         )
-        assert predicted == pytest.approx(measured, rel=0.3), rows
-        predicted, measured = longer(f"fp8, 50 layers, {rows} rows, ring=2", two)
-        assert predicted == pytest.approx(measured, rel=0.25), rows
-    for rows in ("37,760", "11,000"):
-        predicted, measured = longer(
-            f"{rows} rows, allgather, 0 of 50 resident", f"{rows} rows, local, 50 of 50 resident"
-        )
-        assert 0.7 * measured < predicted < 2 * measured, rows
+        assert predicted == pytest.approx(measured, rel=0.2), prefix
 
 
 def test_residents_cost_the_published_order_of_time_and_memory(model: ModuleType) -> None:
