@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _SUFFIXES = (".svg", ".png", ".json")
+# Passes that a plan chooses, and why they are not asked for.
+_CHOSEN = {
+    "dlo": ("dlo is what a plan is for", "leave it out of --passes"),
+    "sp": ("sp is how the GPUs of a plan share a clip", "leave it out of --passes and say --gpus N"),
+}
 
 
 def plan(
@@ -50,7 +55,7 @@ def plan(
         typer.Option(metavar="SIZE", help="What it may take of the host.  [default: any]"),
     ] = None,
     passes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="As `build` takes them, without dlo.")
+        str | None, typer.Option(metavar="LIST", help="As `build` takes them, without dlo and sp.")
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -149,7 +154,7 @@ def plan(
 def _print_all(planner: Planner, notes: list[str], *, as_json: bool, output: Path | None) -> None:
     """Every plan that no smaller one beats."""
     from h3compile.cli.console import facts, stdout
-    from h3compile.cli.plan_text import label, print_frontiers, sources
+    from h3compile.cli.plan_text import components_note, label, print_frontiers, sources
     from h3compile.plan.pictures import draw_frontier, save
     from h3compile.plan.shortage import shortage
 
@@ -170,7 +175,7 @@ def _print_all(planner: Planner, notes: list[str], *, as_json: bool, output: Pat
         some = next(iter(resident.values()))
         stdout().print(facts([("clip", question.clip.summary), ("on", _where(question.node))]))
         print_frontiers(frontiers, resident)
-        told = [*notes, sources(some)]
+        told = [*filter(None, [components_note(some)]), *notes, sources(some)]
         if planner.fits():
             told.insert(0, "--hbm SIZE or --slowdown PERCENT explains one plan")
         else:
@@ -278,9 +283,10 @@ def _clip(
 
 
 def _passes(passes: str | None) -> str:
-    named = [item.strip() for item in (passes or "").split(",")]
-    if any(item.partition("(")[0] == "dlo" for item in named):
-        raise H3CompileError("dlo is what a plan is for", "leave it out of --passes")
+    named = {item.partition("(")[0].strip() for item in (passes or "").split(",")}
+    for name, (cause, mend) in _CHOSEN.items():
+        if name in named:
+            raise H3CompileError(cause, mend)
     return (passes or "").strip()
 
 

@@ -8,9 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from h3compile.cli.console import facts, stdout, table
 from h3compile.plan.amounts import gib
 from h3compile.plan.collectives import split
+from h3compile.plan.components import Placement
 from h3compile.plan.plans import Plan
 
-__all__ = ["build_command", "build_note", "label", "print_frontiers", "print_plan", "sources"]
+__all__ = [
+    "build_command",
+    "build_note",
+    "components_note",
+    "label",
+    "print_frontiers",
+    "print_plan",
+    "sources",
+]
 
 _GIB = 2**30
 _ROWS = 12  # of one frontier, at most
@@ -222,19 +231,23 @@ def build_note(plan: Plan) -> str:
     """How it is run where that is not as usual: on several GPUs, with components in other places."""
     shards = plan.space.parallel.shards
     options = f" --gpus {shards}" if shards > 1 else ""
-    placements = {tenant.placement for tenant in plan.space.tenants}
-    if placements == {"streamed"}:
+    if _placements(plan) == {"streamed"}:
         options += " --components streamed"
     told = f"run it with h3compile run h3.h3e{options} ..." if options else ""
-    if "elsewhere" in placements:
-        return _also(told, "components elsewhere are for servers: `h3compile run` has them on its GPU")
+    return "; ".join(filter(None, (told, components_note(plan))))
+
+
+def components_note(plan: Plan) -> str:
+    """What a plan takes for granted of components that `h3compile run` does in another way."""
+    if "elsewhere" in _placements(plan):
+        return "components elsewhere are for servers: `h3compile run` has them on its GPU"
     if plan.node.count > 1:
-        return _also(told, "components are planned as servers share them: `run` has them on the first GPU")
-    return told
+        return "components are planned as servers share them: `run` has them on its first GPU"
+    return ""
 
 
-def _also(*told: str) -> str:
-    return "; ".join(filter(None, told))
+def _placements(plan: Plan) -> set[Placement]:
+    return {tenant.placement for tenant in plan.space.tenants}
 
 
 def sources(plan: Plan) -> str:

@@ -217,15 +217,10 @@ class Planner:
             for shards in sorted({*degrees(heads)} if whole else {*degrees(heads), count})
             if count % shards == 0
         }
-        found = []
-        for shards, step in steps.items():
-            if step > WORTH * min(steps.values()):
-                continue
-            found.append((Parallel(shards), count // shards))
-            if shards < count:
-                # Groups that make different clips in step can gather weights from each other.
-                found.append((Parallel(shards, count), count // shards))
-        return found
+        longest = WORTH * min(steps.values())
+        # Weights are gathered by the ranks of one clip, as those of an engine do. `Parallel.group`, replicas
+        # that gather them together, is for published topologies, by which the cost model is validated.
+        return [(Parallel(shards), count // shards) for shards, step in steps.items() if step <= longest]
 
     def _require_ring(self, work: ProgramWork, count: int) -> None:
         """Raises `H3CompileError` unless ``count`` devices can pass keys round; leaves out what cannot."""
@@ -238,8 +233,11 @@ class Planner:
                     del self.variants[passes]
                     self.notes.append(f"{passes} is left out: {error.cause}")
                     continue
-                below = ", ".join(str(degree) for degree in degrees(work.heads) if degree < count)
-                mend = f"use {below} of them, leave that pass out, or --throughput for {count} clips at once"
+                *less, most = (str(degree) for degree in degrees(work.heads) if degree < count)
+                mend = (
+                    f"use {', '.join(less)} or {most} of them, leave that pass out, "
+                    f"or --throughput for {count} clips at once"
+                )
                 raise H3CompileError(error.cause, mend) from error
         clip, target = question.clip.dims, question.node.target
         ring = step_seconds(work, target, clip, shards=count)

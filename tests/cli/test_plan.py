@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 from typer.testing import Result
 
 from h3compile.errors import H3CompileError
+from h3compile.passes.dlo import Dlo
+from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.registry import Registry
 from h3compile.pipeline.spelling import resolve
 
@@ -57,6 +61,27 @@ def test_the_passes_that_are_shown_can_be_typed(h3compile, tmp_path: Path) -> No
     (dlo,) = (item for item in chosen if item.name == "dlo")
     assert (dlo.resident, dlo.slots) == (record["resident"], record["slots"])  # type: ignore[attr-defined]
     assert record["passes"] == "fp8,sage" and record["clip"]["forwards"] == 8
+
+
+@pytest.mark.parametrize("objective", [(), ("--throughput",)])
+def test_every_plan_for_a_node_can_be_loaded(objective: tuple[str, ...], h3compile) -> None:  # type: ignore[no-untyped-def]
+    """Blocks are gathered by the ranks that `sp` makes: an engine without them has nobody to ask."""
+    modes = set()
+    small = ("--target", "8xb300", "--size", "480x256", "--components", "elsewhere", "--json")
+    for count, hbm in itertools.product((1, 2, 3, 4, 6, 8), ("7GiB", "12GiB", "60GiB")):
+        node = small if count == 8 else ("--target", "b300", "--gpus", count, *small[2:])
+        done: Result = h3compile("plan", *node, "--hbm", hbm, "--host", "300GiB", *objective)
+        record = json.loads(done.stdout)
+        words = shlex.split(record["build"])
+        passes = words[words.index("--passes") + 1] if "--passes" in words else ""
+        chosen = {item.name: item for item in resolve(passes, Registry.default())[0]}
+        sp, dlo = chosen.get("sp"), chosen.get("dlo")
+        ranks = sp.told if isinstance(sp, SequenceParallel) else 1
+        mode = (dlo.mode if isinstance(dlo, Dlo) else None) or "local"
+        assert ranks == record["gpus_a_clip"] and mode in ("local", "allgather")
+        assert mode == "local" or record["weights_gathered_by"] == ranks > 1, record["build"]
+        modes.add(mode)
+    assert modes == {"local", "allgather"}
 
 
 def test_slowdown_gives_the_smallest(h3compile) -> None:  # type: ignore[no-untyped-def]
@@ -121,6 +146,19 @@ def test_a_number_that_shares_no_heads_is_a_ring(h3compile) -> None:  # type: ig
     assert "1 GPU a clip, 3 clips at once" in clips.stdout
 
 
+def test_a_table_says_where_components_are(h3compile) -> None:  # type: ignore[no-untyped-def]
+    """Memory and seconds of several GPUs count the text encoder and the VAEs as shared, also in the table."""
+    told = "components are planned as servers share them: `run` has them on its first GPU"
+    elsewhere = "components elsewhere are for servers: `h3compile run` has them on its GPU"
+    for options, expected in (
+        (("--gpus", "2"), {told}),
+        (("--gpus", "2", "--components", "elsewhere"), {elsewhere}),
+        ((), set()),
+    ):
+        done: Result = h3compile("plan", "--target", "h200", *options)
+        assert {note for note in (told, elsewhere) if note in spaced(done.stdout)} == expected
+
+
 def test_a_target_file_is_a_target(h3compile, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from h3compile.targets import find_target, write_target
 
@@ -155,13 +193,20 @@ def test_a_target_file_is_a_target(h3compile, tmp_path: Path) -> None:  # type: 
         (
             ("--target", "b300", "--gpus", "3", "--passes", "sage"),
             "sage_attention.default takes no keys in parts, and 3 GPUs for 56 heads are a ring of 3: use "
-            "1, 2 of them, leave that pass out, or --throughput for 3 clips at once",
+            "1 or 2 of them, leave that pass out, or --throughput for 3 clips at once",
         ),
         (("--target", "2xb300", "--gpus", "3"), "--target 2xb300 and --gpus 3 differ: give one of them"),
         (("--target", "h200", "--gpus", "0"), "--gpus 0: give at least 1"),
         (
             ("--target", "h200", "--passes", "fp8,dlo"),
             "dlo is what a plan is for: leave it out of --passes",
+        ),
+        *(
+            (
+                ("--target", "h200", "--gpus", "2", "--passes", passes),
+                "sp is how the GPUs of a plan share a clip: leave it out of --passes and say --gpus N",
+            )
+            for passes in ("sp(ulysses=2)", "sp(ring=4)", "fp8, sp(ranks=4)", "sp")
         ),
         (
             ("--target", "h200", "--components", "gone"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 
 from h3compile.errors import H3CompileError
 from h3compile.plan.cost import Parallel
-from h3compile.plan.planner import PLACEMENTS, Placements, Planner, Question
+from h3compile.plan.planner import PLACEMENTS, Objective, Placements, Planner, Question
 from h3compile.plan.plans import Plan
 from h3compile.plan.search import EQUAL, TOLERANCE, fastest
 from h3compile.plan.shapes import Clip
@@ -63,8 +64,8 @@ def test_the_fastest_is_that_of_simulating_all() -> None:
     planner = Planner(question("2xh200", hbm=limit, work=few_blocks))
     found = planner.fastest()
     steps = []
-    for shards, group in ((1, None), (1, 2), (2, None)):
-        here = Space(few_blocks(""), find_target("h200"), SMALL, parallel=Parallel(shards, group))
+    for shards in (1, 2):
+        here = space(shards, target="h200")
         steps += [here.step(one.residency) for one in here.candidates() if one.device <= limit]
     assert found is not None and found.step <= min(steps) * (1 + EQUAL)
 
@@ -92,6 +93,17 @@ def test_a_large_canvas_needs_no_resident_block() -> None:
     plan = Planner(question("rtx-4090", Clip())).smallest(0.0)
     assert plan is not None and not plan.residency.resident and plan.residency.slots == 2
     assert plan.bounds["compute"] > 0.99
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 8])
+def test_weights_are_gathered_by_the_ranks_of_one_clip(count: int, objective: Objective) -> None:
+    """Every candidate, so whatever is asked for: an engine's ranks gather from no others."""
+    planner = Planner(Question(Node(find_target("b300"), count), SMALL, objective=objective, work=few_blocks))
+    pool = planner._pool(PLACEMENTS[0])
+    gathered = {here for one, here in pool.items() if one.residency.mode == "allgather"}
+    assert all(here.parallel.ranks == here.parallel.shards > 1 for here in gathered)
+    assert bool(gathered) == any(here.parallel.shards > 1 for here in pool.values())
 
 
 def test_what_fits_whole_is_not_streamed() -> None:
