@@ -51,7 +51,7 @@ from h3compile.pipeline.base import Pass
 from h3compile.pipeline.instruments import Dump, Report
 from h3compile.pipeline.manager import Manager, PassRun
 from h3compile.pipeline.registry import Registry
-from h3compile.pipeline.spelling import resolve
+from h3compile.pipeline.spelling import resolve, taken_out
 from h3compile.plan.work_of import activations_of
 from h3compile.program.printer import print_program
 from h3compile.program.program import Call, Program
@@ -176,15 +176,25 @@ def build(
     return _Build(config, progress or Silent()).run()
 
 
-def _shared(passes: Sequence[Pass], gpus: int | None, target: Target) -> list[Pass]:
-    """The passes for so many GPUs; without a number, for those that are here where `sp` was told none."""
+def _shared(text: str, gpus: int | None, target: Target) -> list[Pass]:
+    """The passes of ``text`` for so many GPUs; without a number, for those here where `sp` was told none."""
+    passes, _ = resolve(text, Registry.default())
     sharing = next((one for one in passes if isinstance(one, SequenceParallel)), None)
     if sharing is None:
-        return [*passes] if gpus is None or gpus == 1 else [*passes, SequenceParallel(ranks=gpus)]
+        if gpus is None or gpus == 1:
+            return passes
+        if SequenceParallel.name in taken_out(text):
+            raise BuildError(f"{gpus} GPUs share rows by sp, and -sp takes it out", "leave one of them out")
+        return [*passes, SequenceParallel(ranks=gpus)]
     if gpus is None:
         if sharing.told is not None:
-            return [*passes]
-        gpus = torch.cuda.device_count() if target.kind == "cuda" and present(target) else 1
+            return passes
+        if target.kind != "cuda" or not present(target):
+            raise BuildError(
+                f"sp shares rows among GPUs, and none of {target.name} is here to count",
+                "say how many: --gpus N, or sp(ranks=N)",
+            )
+        gpus = torch.cuda.device_count()
     told = sharing.for_gpus(gpus)
     return [told if one is sharing else one for one in passes]
 
@@ -202,7 +212,7 @@ class _Build:
                 f"{self.target.name} with the backend {self.backend.name} takes no providers",
                 "leave them out, or build for a GPU with inductor",
             )
-        chosen = _shared(resolve(config.passes, Registry.default())[0], config.gpus, self.target)
+        chosen = _shared(config.passes, config.gpus, self.target)
         for item in chosen:
             item.check(config.partitions)
         instruments = [Report(progress)]

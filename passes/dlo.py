@@ -67,6 +67,8 @@ class Dlo(Pass):
                 raise ValueError(f"hbm: {error}") from error
 
     def apply(self, program: Program, target: Target) -> Rewrite:
+        if self.mode == "allgather" and program.parallel is None:
+            raise BuildError("mode=allgather is of several ranks, and there is one", "add sp(ranks=N)")
         if self.resident is None:
             modes = tuple(_MODES.values()) if self.mode is None else (_MODES[self.mode],)
             residency = automatic(program, target, modes, self.hbm)
@@ -95,8 +97,6 @@ def streamable(program: Program) -> tuple[str, ...]:
 def automatic(program: Program, target: Target, modes: tuple[Mode, ...], hbm: str | None) -> Residency:
     """The fastest plan for a device that fits its memory, or ``hbm`` of it; with `sp` that of one rank."""
     ranks = program.parallel.ranks if program.parallel is not None else 1
-    if ranks == 1 and "local" not in modes:
-        raise BuildError(f"mode={modes[0]} is of several ranks, and there is one", "add sp(ranks=N)")
     # What they cost is of no use to a program that says how many blocks stay.
     from h3compile.plan.choose import fastest_residency
     from h3compile.plan.work_of import work_of

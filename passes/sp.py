@@ -31,8 +31,9 @@ class SequenceParallel(Pass):
     """Share the rows of a sequence among ranks; in attention ``ulysses`` of them share the heads.
 
     Around attention they exchange rows for heads; with ``ring``, keys go round that many stretches of the
-    sequence. ``ranks`` alone has as many share heads as their number allows, the rest in a ring. Each rank
-    packs its own rows, and what the output heads give is gathered; weights, text and tables are every rank's.
+    sequence. ``ranks`` alone has as many share heads as their number allows, the rest in a ring; ``auto``, as
+    no option, takes as many ranks as the build has GPUs. Each rank packs its own rows, and what the output
+    heads give is gathered; weights, text and tables are every rank's.
     ``exchange=fp8`` sends what goes from rows to heads and back in E4M3, and is lossy.
     """
 
@@ -40,6 +41,7 @@ class SequenceParallel(Pass):
     ring: int | None = None
     ranks: int | None = None
     exchange: str = "plain"
+    auto: bool = False
 
     name: ClassVar[str] = "sp"
     tier: ClassVar[Tier] = Tier.ROUNDING
@@ -49,10 +51,14 @@ class SequenceParallel(Pass):
     def __post_init__(self) -> None:
         for option in ("ulysses", "ring", "ranks"):
             value = getattr(self, option)
-            if value is not None and value < 2:
-                raise ValueError(f"{option} is {value}, and one rank has nobody to share with")
+            if value == 1:
+                raise ValueError(f"{option} is 1, and one rank has nobody to share with")
+            if value is not None and value < 1:
+                raise ValueError(f"{option} is {value}, and counts ranks: 2 or more")
         if self.ranks is not None and (self.ulysses is not None or self.ring is not None):
             raise ValueError("ranks counts them, ulysses and ring say how they share: give one or the other")
+        if self.auto and self.told is not None:
+            raise ValueError("auto takes as many ranks as there are GPUs: leave it, or their number, out")
         if self.exchange not in _EXCHANGES:
             raise ValueError(f"exchange is {self.exchange!r}, and must be one of {', '.join(_EXCHANGES)}")
         if self.exchange == "fp8":
@@ -70,12 +76,13 @@ class SequenceParallel(Pass):
     def for_gpus(self, count: int) -> SequenceParallel:
         """The same among ``count`` GPUs. Raises `BuildError` where it was told another number of ranks."""
         if self.told is None and count > 1:
-            return replace(self, ranks=count)
+            return replace(self, ranks=count, auto=False)
         if self.told is None:
             raise BuildError("sp shares rows among GPUs, and there is one", "say how many: sp(ranks=N)")
         if self.told != count:
             raise BuildError(
-                f"sp is for {self.told} ranks, and the build for {count} GPUs", "leave one of them out"
+                f"sp is for {self.told} ranks, and the build for {count} {'GPU' if count == 1 else 'GPUs'}",
+                "leave one of them out",
             )
         return self
 

@@ -73,8 +73,10 @@ def test_gpus_share_a_clip_by_the_pass(
     ("passes", "gpus", "line"),
     [
         ("sp(ulysses=4)", 2, "sp is for 4 ranks, and the build for 2 GPUs: leave one of them out"),
-        ("sp(ranks=2)", 1, "sp is for 2 ranks, and the build for 1 GPUs: leave one of them out"),
-        ("sp", None, r"sp shares rows among GPUs, and there is one: say how many: sp\(ranks=N\)"),
+        ("sp(ranks=2)", 1, "sp is for 2 ranks, and the build for 1 GPU: leave one of them out"),
+        ("sp", None, r"sp shares rows among GPUs, and none of b300 is here to count: say how many: --gpus N"),
+        ("sp(auto)", 1, r"sp shares rows among GPUs, and there is one: say how many: sp\(ranks=N\)"),
+        ("-sp", 2, "2 GPUs share rows by sp, and -sp takes it out: leave one of them out"),
         ("", 0, "gpus: 0 GPUs share nothing: at least 1"),
     ],
 )
@@ -89,9 +91,11 @@ def test_numbers_that_differ_are_refused_before_anything_is_read(
 def test_sp_that_was_told_nothing_takes_the_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr(driver, "present", lambda target: target.name == "h200")
-    sp = [SequenceParallel()]
-    assert driver._shared(sp, None, find_target("h200")) == [SequenceParallel(ranks=4)]
-    told = [SequenceParallel(ulysses=2)]
-    assert driver._shared(told, None, find_target("h200")) == told
-    with pytest.raises(BuildError, match="there is one"):  # of the machine's own, none
-        driver._shared(sp, None, find_target("b300"))
+    for typed, found in (
+        ("sp", SequenceParallel(ranks=4)),
+        ("sp(auto)", SequenceParallel(ranks=4)),
+        ("sp(ulysses=2)", SequenceParallel(ulysses=2)),
+    ):
+        assert found in driver._shared(typed, None, find_target("h200"))
+    with pytest.raises(BuildError, match="none of b300 is here"):
+        driver._shared("sp", None, find_target("b300"))

@@ -13,7 +13,7 @@ from h3compile.errors import BuildError, nearest
 from h3compile.pipeline.base import Pass
 from h3compile.pipeline.registry import Registry
 
-__all__ = ["resolve", "split_list"]
+__all__ = ["resolve", "split_list", "taken_out"]
 
 _ITEM = re.compile(r"^(?P<out>-?)(?P<name>[A-Za-z0-9_-]+)(?:\((?P<options>.*)\))?$")
 
@@ -45,7 +45,7 @@ def resolve(text: str | Sequence[str], registry: Registry) -> tuple[list[Pass], 
     chosen: dict[str, Pass] = {name: registry.get(name)() for name in registry.defaults()}
     typed: set[str] = set()
     removed: set[str] = set()
-    for item in split_list(text) if isinstance(text, str) else [i for t in text for i in split_list(t)]:
+    for item in _items(text):
         match = _ITEM.match(item)
         if match is None:
             raise BuildError(f"{item!r} is not a pass", "write NAME, NAME(OPTION=VALUE,...) or -NAME")
@@ -64,6 +64,15 @@ def resolve(text: str | Sequence[str], registry: Registry) -> tuple[list[Pass], 
     return list(chosen.values()), frozenset(typed)
 
 
+def taken_out(text: str | Sequence[str]) -> frozenset[str]:
+    """The passes that ``text`` takes out, ``-NAME``."""
+    return frozenset(item[1:] for item in _items(text) if item.startswith("-"))
+
+
+def _items(text: str | Sequence[str]) -> list[str]:
+    return split_list(text) if isinstance(text, str) else [item for part in text for item in split_list(part)]
+
+
 def _with_options(found: type[Pass], text: str) -> Pass:
     hints = typing.get_type_hints(found)
     options = [option for option in dataclasses.fields(found) if option.init]
@@ -72,10 +81,12 @@ def _with_options(found: type[Pass], text: str) -> Pass:
     for item in split_list(text):
         key, equals, value = item.partition("=")
         key = key.strip()
-        if not equals:
-            raise BuildError(f"option {item!r} of {found.name} has no value", "write OPTION=VALUE")
         if key not in fields:
             raise BuildError(f"{found.name} has no option {key!r}", nearest(key, fields))
+        if not equals and fields[key] is bool:
+            value = "true"  # a switch
+        elif not equals:
+            raise BuildError(f"option {item!r} of {found.name} has no value", "write OPTION=VALUE")
         if key in values:
             raise BuildError(f"option {key} of {found.name} is given twice", "give it once")
         values[key] = _parse(found.name, key, fields[key], value.strip())

@@ -139,7 +139,7 @@ def _count(edit: Editor, port: Port, dim: str, name: str) -> fx.Node:
 
 def _require_divisible(heads: int, ranks: int) -> None:
     if heads % ranks:
-        legal = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        legal = ", ".join(str(count) for count in range(2, heads + 1) if heads % count == 0)
         raise BuildError(
             f"{ranks} ranks cannot share {heads} heads", f"take a number that divides {heads} heads: {legal}"
         )

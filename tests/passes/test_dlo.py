@@ -13,6 +13,7 @@ from h3compile.passes.fold_schedule import FoldSchedule
 from h3compile.passes.fuse import Fuse
 from h3compile.passes.hoist import Hoist
 from h3compile.passes.outline import Outline
+from h3compile.passes.sp import SequenceParallel
 from h3compile.pipeline.base import Rewrite
 from h3compile.pipeline.manager import Manager, order
 from h3compile.pipeline.registry import Registry
@@ -55,7 +56,6 @@ def test_exact_it_changes_where_weights_live_and_nothing_else(case: Case) -> Non
         (Dlo(resident=2), Residency(BLOCKS, ("block.0", "block.2"), 2)),
         (Dlo(resident=2, place="prefix", slots=1), Residency(BLOCKS, BLOCKS[:2], 1)),
         (Dlo(resident=4), Residency(BLOCKS, BLOCKS, 0)),
-        (Dlo(resident=1, mode="allgather", pieces=4), Residency(BLOCKS, BLOCKS[:1], 2, "allgather", 4)),
     ],
 )
 def test_the_residency_that_is_asked_for(planned, item: Dlo, residency: Residency) -> None:
@@ -63,6 +63,12 @@ def test_the_residency_that_is_asked_for(planned, item: Dlo, residency: Residenc
     assert found.program.residency == residency
     counts = found.counts()
     assert sum(counts.values()) == 4 and counts.get("resident", 0) == len(residency.resident)
+
+
+def test_shards_are_gathered_from_ranks(before: Program) -> None:
+    shared = SequenceParallel(ulysses=2).apply(before, find_target("cpu")).program
+    found = Dlo(resident=1, mode="allgather", pieces=4).apply(shared, find_target("cpu")).program.residency
+    assert found == Residency(BLOCKS, BLOCKS[:1], 2, "allgather", 4)
 
 
 def test_only_repeated_calls_of_the_step_are_streamed(planned) -> None:
@@ -120,6 +126,7 @@ def test_bad_options(typed: str, line: str) -> None:
         (Dlo(resident=1, slots=0), "3 blocks are streamed and there is no slot for them"),
         (Dlo(resident=4, slots=1), "every block is resident and slots=1 would stay empty"),
         (Dlo(resident=1, pieces=2), "pieces=2 does nothing in local mode"),
+        (Dlo(resident=1, mode="allgather"), r"mode=allgather is of several ranks, and there is one: add sp"),
     ],
 )
 def test_impossible_plans(planned, item: Dlo, line: str) -> None:
