@@ -38,6 +38,7 @@ class Job:
     report: Path | None = None
     expect: str | None = None
     components: Asked | None = None  # where text encoder and VAEs live; None: what fits
+    patience: float | None = None  # seconds in which one of several ranks must come further
 
     def encode(self) -> str:
         """As text, for another process."""
@@ -67,10 +68,17 @@ class Job:
 def load_module(job: Job) -> CompiledTransformer:
     """The engine of ``job`` with the weights that its request needs."""
     from h3compile.runtime.load import load
+    from h3compile.runtime.watch import PATIENCE
 
     request = job.request
-    rows = _lengths(request)
-    module = load(job.engine, job.device, partition=request.partition, expect=job.expect, rows=rows)
+    module = load(
+        job.engine,
+        job.device,
+        partition=request.partition,
+        expect=job.expect,
+        rows=_lengths(request),
+        patience=PATIENCE if job.patience is None else job.patience,
+    )
     if FOLDER in os.environ and module.ranks is not None:
         module.ranks.watch.at_last_resort(last_words)
     return module

@@ -83,7 +83,7 @@ def _graph(folder: EngineFolder, record: RegionRecord) -> str:
 
 
 def _print_engine(console: Console, folder: EngineFolder) -> None:
-    from h3compile.engine.records import residency_of
+    from h3compile.engine.records import parallel_of, residency_of
     from h3compile.quality.summary import (
         artifact_size,
         folder_sizes,
@@ -106,6 +106,7 @@ def _print_engine(console: Console, folder: EngineFolder) -> None:
         ("target", f"{device(manifest.target, manifest.arch)}, {manifest.backend}"),
         ("schedules", "; ".join(forwards(steps) for steps in manifest.schedules) or "none folded"),
         ("weights", manifest.weights),
+        *((("ranks", str(shared)),) if (shared := parallel_of(manifest)) else ()),
         ("plan", "everything resident" if manifest.plan is None else str(residency_of(manifest.plan))),
         ("components", manifest.model_path or "not recorded: run takes --model"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,17 +22,20 @@ from h3compile.errors import H3CompileError, RankFailure
 
 __all__ = ["attend", "main", "said_once", "take_part"]
 
+# Seconds in which torchrun's store must answer.
+_REACHED = 5
+
 _CODES = {"failed": FAILED, "bug": BUG, "interrupt": INTERRUPTED, "others": FAILED}
 
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """What fails in the block fails on every rank alike: rank 0 raises it, the others end without a word."""
+    """What fails in the block may fail on every rank alike: one raises it, the others end without a word."""
     try:
         yield
     except H3CompileError:
         found = world()
-        if found is None or found[0] == 0:
+        if found is None or _claim(str(found[0])):
             raise
         raise typer.Exit(FAILED) from None
 
@@ -113,7 +117,7 @@ def _follow_parent() -> None:
 
 def _say_once(error: BaseException) -> None:
     outcome = outcome_of(error)
-    if not (error.mine if isinstance(error, RankFailure) else _claim()):
+    if not (error.mine if isinstance(error, RankFailure) else _claim(os.environ["RANK"])):
         return
     if outcome.kind == "interrupt":
         print("interrupted", file=sys.stderr)
@@ -123,17 +127,20 @@ def _say_once(error: BaseException) -> None:
     print(f"{kind}: rank {os.environ['RANK']}: {outcome.cause}{mend}", file=sys.stderr)
 
 
-def _claim() -> bool:
-    """Whether no other rank has said yet why it failed."""
-    import torch.distributed as dist
+def _claim(rank: str) -> bool:
+    """Whether no other rank has said yet why it failed; where nobody knows of the others, each says it."""
+    from torch._C._distributed_c10d import TCPStore
 
-    rank = os.environ["RANK"]
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        return rank == "0"  # what fails before they meet fails on all
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    # Torchrun's own store, which is there before the ranks meet, and after one has gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.group.WORLD.get_group_store().clone()
-        return bool(store.compare_set("h3compile/said", "", rank) == rank.encode())
-    except RuntimeError:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=_REACHED)
+        )
+        return bool(store.compare_set(f"h3compile/said/{attempt}", "", rank) == rank.encode())
+    except (KeyError, ValueError, RuntimeError):
         return True
 
 

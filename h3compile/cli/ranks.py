@@ -33,7 +33,7 @@ def ranks_of(engine: Path, manifest: Manifest, gpus: int | None, device: str | N
     """How many ranks run an engine: as many as it was built for.
 
     Raises `EngineError` where ``gpus``, or the processes that torchrun started, are not as many, and
-    `H3CompileError` where this machine has not the devices, or ``device`` names one for all.
+    `H3CompileError` where this machine has not the devices, or ``device`` is not what each of them takes.
     """
     count = 1 if manifest.parallel is None else manifest.parallel.ulysses * manifest.parallel.ring
     if gpus is not None and gpus != count:
@@ -44,23 +44,28 @@ def ranks_of(engine: Path, manifest: Manifest, gpus: int | None, device: str | N
         )
     started = world()
     if started is not None and started[1] != count:
+        processes = "one process" if count == 1 else f"{count} processes"
         raise EngineError(
-            f"{engine} runs as {count} processes, and {started[1]} were started",
+            f"{engine} runs as {processes}, and {started[1]} were started",
             f"start {count}, or build it with --passes 'sp(ranks={started[1]})'",
         )
     if count == 1:
         return count
-    if device is not None and ":" in device:
+    kind = "cpu" if manifest.arch.startswith("cpu") else "cuda"
+    if device not in (None, kind):
+        takes = "the CPU" if kind == "cpu" else "GPU N"
         raise H3CompileError(
-            f"{count} ranks cannot all run on {device}", "leave --device out: rank N takes GPU N"
+            f"{count} ranks cannot run on {device}: rank N takes {takes}", "leave --device out"
         )
-    if started is None and not manifest.arch.startswith("cpu"):
+    if kind == "cuda":
         import torch
 
+        here = count if started is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         found = torch.cuda.device_count()
-        if found < count:
+        if found < here:
             raise H3CompileError(
-                f"{engine} needs {count} GPUs and this machine has {found or 'none'}", "run it where they are"
+                f"{engine} needs {here} GPUs here and this machine has {found or 'none'}",
+                "run it where they are",
             )
     return count
 

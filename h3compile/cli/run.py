@@ -68,6 +68,14 @@ def run(
             help="GPUs to share the work, a process each.  [default: as many as the engine was built for]",
         ),
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Give up when none of several ranks comes further for so long.  [default: 120]",
+        ),
+    ] = None,
     components: Annotated[
         str | None,
         typer.Option(
@@ -146,6 +154,7 @@ def run(
         report=report,
         expect=expect,
         components=placement,
+        patience=patience,
     )
     if count > 1:
         if world() is not None:

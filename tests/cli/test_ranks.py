@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,8 @@ import pytest
 
 from h3compile.cli.clip import Job
 from h3compile.cli.outcome import Outcome, first_reason, outcome_of
-from h3compile.cli.ranks import run_ranks
+from h3compile.cli.ranks import ranks_of, run_ranks
+from h3compile.engine.manifest import Manifest, ParallelRecord
 from h3compile.errors import H3CompileError, Interrupted, RankFailure
 from h3compile.models.request import Request
 
@@ -161,6 +163,69 @@ def test_what_every_rank_says_is_nobodys_own() -> None:
 
 def test_a_job_is_told_whole(tmp_path: Path) -> None:
     request = Request("a kite", image=tmp_path / "a.png", references=(tmp_path / "b.png",), seed=7)
-    job = Job(tmp_path / "e", tmp_path / "m", tmp_path / "x.mp4", request, ("a note",), "cpu", True)
+    job = Job(
+        tmp_path / "e", tmp_path / "m", tmp_path / "x.mp4", request, ("a note",), "cpu", True, patience=3.0
+    )
     assert Job.decode(job.encode()) == job
     assert job.on("cuda:1").device == "cuda:1"
+
+
+def manifest_of(arch: str, ranks: int) -> Manifest:
+    """As much of a manifest as is asked for who runs it."""
+    parallel = ParallelRecord.model_construct(ulysses=ranks, ring=1) if ranks > 1 else None
+    return Manifest.model_construct(arch=arch, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("arch", "device", "line"),
+    [
+        ("cpu-avx2", "banana", "2 ranks cannot run on banana: rank N takes the CPU: leave --device out"),
+        ("cpu-avx2", "cuda", "2 ranks cannot run on cuda: rank N takes the CPU"),
+        ("sm_90a", "cuda:1", "2 ranks cannot run on cuda:1: rank N takes GPU N"),
+        ("sm_90a", "cpu", "2 ranks cannot run on cpu: rank N takes GPU N"),
+        ("sm_90a", "cuda", "e.h3e needs 2 GPUs here and this machine has 1: run it where they are"),
+    ],
+)
+def test_ranks_take_devices_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, arch: str, device: str, line: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(H3CompileError, match=line):
+        ranks_of(Path("e.h3e"), manifest_of(arch, 2), None, device)
+    assert ranks_of(Path("e.h3e"), manifest_of("cpu-avx2", 2), None, "cpu") == 2
+
+
+def test_torchrun_starts_as_many_here_as_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two machines of two GPUs, and four on one of those."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert ranks_of(Path("e.h3e"), manifest_of("sm_90a", 4), None, None) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(H3CompileError, match="needs 4 GPUs here and this machine has 2"):
+        ranks_of(Path("e.h3e"), manifest_of("sm_90a", 4), None, None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(H3CompileError, match="runs as one process, and 2 were started: start 1"):
+        ranks_of(Path("e.h3e"), manifest_of("sm_90a", 1), None, None)
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_rank_alone_is_said_once(tmp_path: Path) -> None:
+    """Under torchrun, before the ranks meet: rank 1 is given a path where nothing is."""
+    script = tmp_path / "start.sh"
+    script.write_text(
+        '[ "$RANK" = 0 ] && exec sleep 600\n'
+        f"exec {Path(sys.executable).parent}/h3compile run {tmp_path}/no.h3e --prompt x -o {tmp_path}/x.mp4\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run(
+        [*command, "bash", str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("no.h3e") == 1, done.stderr
+    both = script.with_name("both.sh")
+    both.write_text(script.read_text().splitlines()[1] + "\n")
+    done = subprocess.run(
+        [*command, "bash", str(both)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr.count("no.h3e") == 1, done.stderr
