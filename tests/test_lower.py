@@ -132,18 +132,32 @@ def test_finalize_lowers_what_is_pending_and_again_what_is_lowered(
         assert distance(one, other) < 1e-6
 
 
-@pytest.mark.parametrize(("chosen", "more"), [("cudnn", True), ("gluon", False)])
+@pytest.mark.parametrize(
+    ("passes", "chosen", "more"),
+    [
+        ("", {"attention.default": "cudnn"}, 2),  # a result in BF16
+        ("", {"attention.default": "gluon"}, 0),
+        ("sp(ring=2)", {"ring_attention.default": "torch"}, 12 / 2),  # of half of the rows what is merged
+        ("sp(ring=2)", {"ring_attention.default": "gluon"}, 0),
+    ],
+)
 def test_what_finalize_chooses_counts_in_what_a_forward_needs(
     checkpoints: Callable[[torch.dtype], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    chosen: str,
-    more: bool,
+    passes: str,
+    chosen: dict[str, str],
+    more: float,
 ) -> None:
     """A build for an H200 elsewhere counts on a kernel of ours; there a library may prove to be faster."""
     path = tmp_path / "h200.h3e"
     built = h3compile.build(
-        str(checkpoints(torch.bfloat16)), weightless=True, target="h200", steps=(4,), output=path
+        str(checkpoints(torch.bfloat16)),
+        passes=passes,
+        weightless=True,
+        target="h200",
+        steps=(4,),
+        output=path,
     ).manifest
 
     def lower(regions, dims, backend, target, writer, progress, providers) -> Lowered:  # type: ignore[no-untyped-def]
@@ -151,7 +165,7 @@ def test_what_finalize_chooses_counts_in_what_a_forward_needs(
         for region in regions:
             file = f"regions/{region.name}.txt"
             writer.write_text(file, "")
-            dense = {"attention.default": chosen} if region.name == "block" else {}
+            dense = chosen if region.name == "block" else {}
             made[region.name] = ArtifactRecord(
                 backend="inductor", target=target.name, path=file, providers=dense
             )
@@ -161,8 +175,9 @@ def test_what_finalize_chooses_counts_in_what_a_forward_needs(
     monkeypatch.setattr("h3compile.lower.lower", lower)
     finished = finalize(path).manifest
     lengths = {"rows": 1000, "video_rows": 900, "audio_rows": 60, "text_rows": 40, "timesteps": 2}
+    lengths |= {f"local_{name}": length // 2 for name, length in lengths.items()}
     before, after = (
         max(Polynomial.parse(text).at(lengths) for text in manifest.activations)
         for manifest in (built, finished)
     )
-    assert after - before == (2 * 8 * 16 * 1000 if more else 0)  # BF16, the tiny model's heads
+    assert after - before == more * 8 * 16 * 1000  # the tiny model's heads

@@ -70,13 +70,22 @@ def engine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The same engine as if two ranks shared heads and their rows went round four stretches."""
+    parallel = {"ulysses": 2, "ring": 4, "exchange": "plain", "rows": "rows", "kinds": []}
+    return write(tmp_path / "shared.h3e", parallel=parallel)
+
+
+@pytest.fixture
 def varied(tmp_path: Path) -> Path:
     """The same engine whose blocks have a variant and are said to measure something."""
     # That the values are no counts is for the runtime to find.
     return write(tmp_path / "varied.h3e", variant="block.dense", measures=["h0", "y"])
 
 
-def write(path: Path, variant: str | None = None, measures: Sequence[str] = ()) -> Path:
+def write(
+    path: Path, variant: str | None = None, measures: Sequence[str] = (), parallel: object = None
+) -> Path:
     first, block = region("request", 1), region("block", 2)
     others = [region(variant, 3)] if variant else []
     when = {"kind": "noisier", "than": 0.97}
@@ -112,6 +121,7 @@ def write(path: Path, variant: str | None = None, measures: Sequence[str] = ()) 
                     ],
                     "variants": {"block": [{"region": variant, "when": when}]} if variant else {},
                     "measures": measures,
+                    "parallel": parallel,
                     "calls": [call | {"range": f"{call['region']}.{call['index']}"} for call in calls],
                     "tables": [],
                     "partitions": {

@@ -28,6 +28,11 @@ def test_the_engine_is_shown(h3compile, engine: Path) -> None:  # type: ignore[n
     assert ["weights/", "3"] in [row[:2] for row in rows]
 
 
+def test_ranks_are_shown(h3compile, engine: Path, shared: Path) -> None:  # type: ignore[no-untyped-def]
+    assert ["ranks", "8", "ranks,", "ulysses=2,", "ring=4"] in cells(h3compile("inspect", shared).stdout)
+    assert "ranks" not in [row[0] for row in cells(h3compile("inspect", engine).stdout) if row]
+
+
 def test_a_region_is_shown(h3compile, engine: Path) -> None:  # type: ignore[no-untyped-def]
     rows = cells(h3compile("inspect", engine, "--region", "block").stdout)
     assert ["input", "x", "bfloat16", "[1,", "rows,", "4]"] in rows
