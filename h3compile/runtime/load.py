@@ -99,7 +99,7 @@ def load(
     activations = None if rows is None else activations_for(manifest, rows)
     residency = residency_for(manifest, resident, slots, 1 if parallel is None else parallel.ranks)
     # Which blocks are gathered, and when, must be the same on all.
-    ranks = join(parallel, where, f"{folder.digest} {name} {residency}", group, patience)
+    ranks = join(parallel, where, f"{folder.digest} {name} {residency!r}", group, patience)
     pool = share.pool if isinstance(share, CompiledTransformer) else share or Pool()
     host = HostMemory(where, limit=host_bytes, pinned=pinned)
     if not pinned and where.type == "cuda" and residency is not None and residency.streamed:

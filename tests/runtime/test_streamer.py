@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -484,3 +485,24 @@ def test_a_plan_that_does_not_fit_its_engine_is_refused(
     path = kit.Toy(changes={"plan": plan}).write(tmp_path / "a.h3e")
     with pytest.raises(H3CompileError, match=line):
         load(path)
+
+
+def test_ranks_meet_with_the_same_blocks_on_the_device(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which blocks are gathered, and into how many slots, is part of what all ranks must agree on."""
+    digests: list[str] = []
+
+    def joined(parallel: object, device: object, digest: str, *rest: object) -> None:
+        digests.append(digest)
+
+    monkeypatch.setattr("h3compile.runtime.load.join", joined)
+    plans: tuple[dict[str, Any], ...] = (
+        {"resident": 1, "slots": 1},
+        {"resident": ("block.1",), "slots": 1},
+        {"resident": 1, "slots": 2},
+        {},
+    )
+    for plan in plans:
+        load(engine, **plan)
+    assert len(set(digests)) == 4
+    load(engine, **plans[0])
+    assert digests[-1] == digests[0]
