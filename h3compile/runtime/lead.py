@@ -6,6 +6,7 @@ Or calls them to add up what all have measured.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +31,7 @@ Coming = Mapping[str, tuple[str, list[int]]]
 
 @dataclass(frozen=True)
 class _Sent:
-    given: torch.Tensor  # a strong reference: as long as it is held, no other tensor is this object
+    given: weakref.ref[torch.Tensor]  # dead once its caller let go of it: no other tensor is this object
     version: int | None
 
 
@@ -39,14 +40,13 @@ class Leader:
     `announce_sum` is for what was measured.
 
     A tensor that is the same object as last time, not written to since, is not sent again: followers keep
-    theirs, and see that nothing changed.
+    theirs, and see that nothing changed. A new leader sends everything, to followers that are new too.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
         self._sent: dict[str, _Sent] = {}
-        self._number = 0
 
     def announce(self, given: Mapping[str, torch.Tensor]) -> None:
         """Calls the followers to a forward of these inputs, tensors of any device."""
@@ -65,7 +65,7 @@ class Leader:
             data = tensor.detach().to(self._device).contiguous()
             if data.numel():
                 dist.broadcast(data, group=self._ranks.group, group_src=_LEADER)
-            self._sent[name] = _Sent(tensor, None if tensor.is_inference() else tensor._version)
+            self._sent[name] = _Sent(weakref.ref(tensor), None if tensor.is_inference() else tensor._version)
 
     def announce_sum(self) -> None:
         """Calls the followers to add up what was measured."""
@@ -77,13 +77,12 @@ class Leader:
 
     def _known(self, name: str, tensor: torch.Tensor) -> bool:
         sent = self._sent.get(name)
-        if sent is None or sent.given is not tensor or sent.version is None:
+        if sent is None or sent.given() is not tensor or sent.version is None:
             return False
         return sent.version == tensor._version
 
     def _tell(self, coming: Coming | _Measured | None) -> None:
-        self._ranks.tell(f"lead/{self._number}", json.dumps(coming))
-        self._number += 1
+        self._ranks.tell(json.dumps(coming))
 
 
 class Follower:
@@ -93,7 +92,6 @@ class Follower:
         self._ranks = ranks
         self._device = device
         self._held: dict[str, torch.Tensor] = {}
-        self._number = 0
 
     def wait(self) -> Coming | _Measured | None:
         """What will be sent, when rank 0 announces it; None when no more forwards will come.
@@ -102,8 +100,7 @@ class Follower:
 
         Waits for as long as rank 0 does other things. Raises `RankFailure` when any rank is gone.
         """
-        coming: Coming | _Measured | None = json.loads(self._ranks.hear(f"lead/{self._number}"))
-        self._number += 1
+        coming: Coming | _Measured | None = json.loads(self._ranks.hear())
         return coming
 
     def receive(self, coming: Coming) -> dict[str, torch.Tensor]:

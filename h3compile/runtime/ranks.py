@@ -54,6 +54,8 @@ class Ranks:
         self.traffic = Traffic()
         self._device = device
         self._store = store
+        self._words = 0  # that this rank told or heard
+        self._told: list[str] = []  # keys of those that not all may have heard yet
         self._named = _named_groups(parallel, group, device)
         self._aborted = [*{id(found): found for found in self._named.values()}.values()]
         traffic, aborted = self.traffic, self._aborted
@@ -88,8 +90,10 @@ class Ranks:
         keys = [f"word/{number}/{rank}" for rank in range(self.size)]
         self._wait(keys, self.watch.check)
         words = self._store.multi_get(keys)
-        # Who is here has read all words of the forward before.
-        self._store.delete_key(f"word/{number - 1}/{self.rank}")
+        # Who is here has read all words of the forward before, and heard what called it to this one.
+        for key in (f"word/{number - 1}/{self.rank}", *self._told):
+            self._store.delete_key(key)
+        self._told.clear()
         decoded = [Word.decode(found) for found in words]
         return difference(decoded), len({found.missing for found in decoded}) == 1
 
@@ -104,17 +108,27 @@ class Ranks:
         self._aborted.append(made)
         return made
 
-    def tell(self, key: str, text: str) -> None:
-        """Leaves a word for the other ranks, who `hear` it."""
-        self._store.set(key, text)
-
-    def hear(self, key: str) -> bytes:
-        """The word that a rank left, after waiting for it; raises `RankFailure` when a rank is gone."""
+    def tell(self, text: str) -> None:
+        """Leaves a word for the other ranks, who `hear` one after the other for as long as they run."""
+        key = f"told/{self._words}"
         try:
-            self._wait([key], self.watch.look)
-            return self._store.get(key)
+            self._store.set(key, text)
         except RuntimeError as error:  # of the store
             raise self.watch.lost(error) from error
+        self._words += 1
+        self._told.append(key)
+
+    def hear(self) -> bytes:
+        """The next word that a rank left, after waiting for it; raises `RankFailure` when a rank is gone."""
+        key = f"told/{self._words}"
+        try:
+            with self.watch.listening():
+                self._wait([key], self.watch.check)
+                found = self._store.get(key)
+        except RuntimeError as error:  # of the store
+            raise self.watch.lost(error) from error
+        self._words += 1
+        return found
 
     def close(self) -> None:
         """Ends the watch."""
@@ -150,10 +164,14 @@ def join(
     """This process among the ranks of an engine built for ``parallel``; None for an engine of one rank.
 
     ``group`` are the ranks, by default all processes of `torch.distributed`, which is initialized already.
-    Every one of them must join, with an engine of the same ``digest``. Raises `EngineError` where they are
-    not as many as the engine needs, or speak a backend that its device cannot, `H3CompileError` when one of
-    them does not come within ``patience`` seconds.
+    Every one of them must join, with the same ``digest`` of engine and plan. Raises `EngineError` where this
+    is none of them, they are not as many as the engine needs, or speak a backend that its device cannot,
+    `H3CompileError` when one of them does not come within ``patience`` seconds.
     """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise EngineError(
+            "this process is not in the group given", "load the engine on the ranks of the group alone"
+        )
     if parallel is None:
         if group is not None and group.size() > 1:
             raise EngineError(
@@ -223,7 +241,7 @@ def _meet(store: Store, rank: int, size: int, digest: str, patience: float) -> l
     for other, (_, found) in enumerate(words):
         if found != words[0][1]:
             raise EngineError(
-                f"ranks 0 and {other} load different engines or weights", "give every rank the same"
+                f"ranks 0 and {other} load different engines, weights or plans", "give every rank the same"
             )
     return [text for text, _ in words]
 

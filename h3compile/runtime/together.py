@@ -16,6 +16,7 @@ from h3compile.runtime.measures import MeasuredStep, summed
 from h3compile.runtime.parts import Parts
 from h3compile.runtime.ranks import Ranks
 from h3compile.runtime.runner import Check
+from h3compile.runtime.validate import check_shapes
 
 __all__ = ["Together"]
 
@@ -41,6 +42,7 @@ class Together:
         """
         leader = self._leader
         if leader is not None:
+            check_shapes(self._parts.ports, self._parts.manifest.dims, given)  # refused: not announced
             leader.announce(given)
 
         def bring() -> Given:

@@ -1,8 +1,9 @@
 """Watches over the ranks of an engine: one that fails, ends or hangs ends the forward of all of them.
 
 A rank that waits in an exchange learns nothing: it would wait for as long as its backend allows. So a thread
-of every rank tells the others through their store how far it is, looks at what they tell, and where one of
-them cannot go on frees its own rank from the exchange. Between forwards the thread sleeps.
+of every rank tells the others through their store how far it is and looks at what they tell. Another one
+frees its own rank from the exchange where one of them cannot go on. It asks nothing of the store: while the
+process that holds it is stopped, no call returns, whatever its timeout. Between forwards both sleep.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _GRACE = 5.0
 # Seconds for which an error that may follow from another rank's failure waits for word of that.
 _HEARING = 2.0
 
+# Seconds at most for which a failed rank stays for the others to hear of it: their store may end with it.
+_LINGER = 1.0
+
 _FAILED = "failed"
 _LOST = "look at the output of every rank"
 
@@ -59,7 +63,7 @@ def end_process(failure: RankFailure) -> None:
 
 @dataclass
 class _State:
-    """What thread and forward share. The thread knows nothing else, so that a module can be let go."""
+    """What threads and forward share. The threads know nothing else, so that a module can be let go."""
 
     store: Store
     rank: int
@@ -73,17 +77,20 @@ class _State:
     closing: bool = False
     forward: int = 0
     inside: int | None = None  # the thread that is in a forward
+    listening: bool = False  # whether this rank waits for a call of another one
     ticked: float = 0.0
     number: int = 0
     told: bool = False  # whether the last beat said that this rank is in a forward
-    failure: RankFailure | None = None
-    freed: bool = False  # whether that was acted upon
+    silence: float | None = None  # for how many seconds the store owes an answer
+    found: RankFailure | None = None  # what this rank has to announce
+    failure: RankFailure | None = None  # what all ranks were told
+    spread: bool = False  # whether all others have heard of it, as far as they can
     running: tuple[Callable[[], bool], ...] = ()  # whether exchanges of the last forward still run
     heard: dict[int, tuple[Beat, float]] = field(default_factory=dict)  # rank -> its last beat, and when
 
 
 class Watch:
-    """The watch of rank ``rank`` of ``size``, over a ``store`` that no other thread uses.
+    """The watch of rank ``rank`` of ``size``, over a connection to their ``store`` that nothing else uses.
 
     ``sent`` counts the bytes sent so far, and ``abort`` frees this rank from a running exchange, as far as
     the backend can. Where it is not free within seconds after that, the process ends: see `at_last_resort`.
@@ -101,11 +108,14 @@ class Watch:
         abort: Callable[[], None] = lambda: None,
     ) -> None:
         self._state = _State(store, rank, size, peers, patience, sent, abort)
-        self._looked = 0.0
-        _beat(self._state)
-        thread = threading.Thread(target=_run, args=(self._state,), name="h3compile-watch", daemon=True)
-        self._end = weakref.finalize(self, _close, self._state, thread)
-        thread.start()
+        store.set(f"beat/{rank}", _beat(self._state).encode())
+        threads = [
+            threading.Thread(target=run, args=(self._state,), name=f"h3compile-{name}", daemon=True)
+            for name, run in (("hear", _hear), ("watch", _watch))
+        ]
+        self._end = weakref.finalize(self, _close, self._state, threads)
+        for thread in threads:
+            thread.start()
 
     @property
     def failure(self) -> RankFailure | None:
@@ -135,9 +145,11 @@ class Watch:
             yield
             self.check()
         except RankFailure:
+            self._linger()
             raise
         except BaseException as error:
             known = self._settle(error)
+            self._linger()
             if known.rank == self._state.rank and known.mine:
                 raise
             raise _fresh(known) from error
@@ -156,21 +168,24 @@ class Watch:
         if self._state.failure is not None:
             raise _fresh(self._state.failure)
 
-    def look(self) -> None:
-        """Looks for a failure while no forward runs, at most a few times a second, and raises it."""
-        state, now = self._state, time.monotonic()
-        if now - self._looked < _PERIOD:
-            return
-        self._looked = now
-        with state.changed:
-            if state.failure is None:
-                state.failure = _told(state) or _gone(state)
-        self.check()
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Watches while the block waits for a call of another rank, outside of forwards.
+
+        What another one announced, or that its process has ended, is then raised by `check`.
+        """
+        self._listen(True)
+        try:
+            yield
+        finally:
+            self._listen(False)
 
     def lost(self, error: RuntimeError) -> RankFailure:
         """The failure that an ``error`` of the store stands for."""
+        found = _lost(self._state, error)
         with self._state.changed:
-            self._state.failure = self._state.failure or _lost(self._state, error)
+            self._state.failure = self._state.failure or found
+            self._state.changed.notify_all()
             return _fresh(self._state.failure)
 
     def stay_for(self, running: Callable[[], bool]) -> None:
@@ -185,79 +200,130 @@ class Watch:
         self._state.last_resort = end
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._end()
+
+    def _listen(self, whether: bool) -> None:
+        with self._state.changed:
+            self._state.listening = whether
+            self._state.changed.notify_all()
 
     def _settle(self, error: BaseException) -> RankFailure:
         """The failure that all ranks agree on, after ``error`` left the forward of this one."""
         state = self._state
-        if _may_follow(error):
-            deadline = time.monotonic() + _HEARING
-            while state.failure is None and time.monotonic() < deadline:
-                time.sleep(_PERIOD / 10)  # the thread looks
         with state.changed:
-            if state.failure is None:
-                cause = f"rank {state.rank} {_what(error)}"
-                mend = error.mend if isinstance(error, H3CompileError) else ""
-                state.failure = _announce(state, RankFailure(cause, mend, rank=state.rank, mine=True))
+            if _may_follow(error):
+                state.changed.wait_for(lambda: state.failure is not None, _HEARING)
+            cause = f"rank {state.rank} {_what(error)}"
+            mend = error.mend if isinstance(error, H3CompileError) else ""
+            state.found = state.found or RankFailure(cause, mend, rank=state.rank, mine=True)
+            state.changed.notify_all()
+            state.changed.wait_for(lambda: state.closing or state.failure is not None, state.patience)
+            state.failure = state.failure or state.found
             return state.failure
 
+    def _linger(self) -> None:
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.spread, _LINGER)
 
-def _run(state: _State) -> None:
+
+def _watch(state: _State) -> None:
+    """Waits for a failure, frees this rank from what it is in, and ends the process where that is in vain."""
+    with state.changed:
+        while state.failure is None:
+            if state.closing:
+                return
+            if state.silence is not None and state.silence > state.patience:
+                # Nobody can be told: the others find the same.
+                state.failure = state.found or _silent(state.silence)
+                state.spread = True
+                state.changed.notify_all()
+            elif state.silence is None and not _busy(state):
+                state.changed.wait()
+            elif not state.changed.wait(_PERIOD) and state.silence is not None:
+                state.silence += _PERIOD  # not by the clock, which went on where this process was stopped
+        failure = state.failure
+    # In a thread of its own: some backends wait for each other even here.
+    threading.Thread(target=state.abort, name="h3compile-abort", daemon=True).start()
+    with state.changed:
+        if not state.changed.wait_for(lambda: state.closing or _free(state), _GRACE):
+            state.last_resort(failure)
+
+
+def _hear(state: _State) -> None:
+    """Tells the others and hears of them until a failure is known; the only one that asks the store."""
     while True:
         with state.changed:
             state.changed.wait_for(lambda: state.closing or _busy(state))
             if state.closing:
                 return
+            state.silence = 0.0
+            beat = _beat(state)
+        try:
+            known = _look(state, beat)
+        except RuntimeError as error:  # of the store
+            known = _lost(state, error)
+        with state.changed:
+            state.silence = None
+            state.failure = state.failure or known
+            state.changed.notify_all()
             if state.failure is None:
-                _look(state)
-            failure = state.failure
-            if failure is None:
                 state.changed.wait(_PERIOD)
                 continue
-            state.freed = True
-        # In a thread of its own: some backends wait for each other even here.
-        threading.Thread(target=state.abort, name="h3compile-abort", daemon=True).start()
+        with suppress(RuntimeError):  # of the store
+            _spread(state)
         with state.changed:
-            if not state.changed.wait_for(lambda: state.closing or state.inside is None, _GRACE):
-                state.last_resort(failure)
+            state.spread = True
+            state.changed.notify_all()
+        return
 
 
 def _busy(state: _State) -> bool:
-    if state.failure is not None:
-        return not state.freed
-    if state.inside is not None or state.told:  # or the others still take it for being inside
-        return True
-    return state.forward > 0 and any(running() for running in state.running)
+    if _free(state) and not state.told:  # if told, the others still take it for being inside
+        return state.forward > 0 and any(running() for running in state.running)
+    return True
 
 
-def _look(state: _State) -> None:
-    try:
-        _beat(state)
-        if state.inside is not None:
-            state.failure = _told(state) or _judged(state)
-        elif any(running() for running in state.running):
-            state.failure = _told(state) or _gone(state)
-    except RuntimeError as error:  # of the store
-        state.failure = _lost(state, error)
+def _free(state: _State) -> bool:
+    return state.inside is None and not state.listening
+
+
+def _look(state: _State, beat: Beat) -> RankFailure | None:
+    """Tells the others of this rank and looks at what they tell; the failure that all are told."""
+    state.store.set(f"beat/{state.rank}", beat.encode())
+    state.told = beat.inside
+    if not _busy(state):  # it has left, and what others do now is their own affair
+        return None
+    told = _told(state)
+    if told is not None:
+        return told
+    found = _judged(state, beat) if beat.inside else _gone(state)
+    with state.changed:
+        state.found = state.found or found
+    return None if state.found is None else _announce(state, state.found)
 
 
 def _lost(state: _State, error: RuntimeError) -> RankFailure:
-    ended = state.peers.ended()
-    if ended:
-        return RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True)
-    return RankFailure(
+    time.sleep(_PERIOD)  # a process closes its connections a moment before it has ended
+    return _gone(state) or RankFailure(
         f"the process that holds the ranks' store has ended ({_line(error)})", _LOST, mine=True
     )
 
 
-def _beat(state: _State) -> None:
+def _silent(seconds: float) -> RankFailure:
+    return RankFailure(
+        f"the process that holds the ranks' store has given no sign of life for {seconds:.0f} s",
+        "look whether it is stopped or its machine is gone",
+        mine=True,
+    )
+
+
+def _beat(state: _State) -> Beat:
+    """This rank's next word about itself."""
     state.number += 1
     still = time.monotonic() - state.ticked if state.inside is not None else 0.0
     waits = still > 2 * _PERIOD and state.inside is not None and _exchanges(state.inside)
-    beat = Beat(state.number, state.forward, state.inside is not None, still, state.sent(), waits)
-    state.store.set(f"beat/{state.rank}", beat.encode())
-    state.told = beat.inside
+    return Beat(state.number, state.forward, state.inside is not None, still, state.sent(), waits)
 
 
 def _told(state: _State) -> RankFailure | None:
@@ -269,24 +335,29 @@ def _told(state: _State) -> RankFailure | None:
 
 def _gone(state: _State) -> RankFailure | None:
     """The failure that a rank's process has ended, outside of a forward."""
-    ended = state.peers.ended()
-    if not ended:
-        return None
-    return _announce(state, RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True))
+    ended = _ended(state)
+    return RankFailure(f"rank {ended[0]} has ended", _LOST, rank=ended[0], mine=True) if ended else None
 
 
-def _judged(state: _State) -> RankFailure | None:
+def _ended(state: _State) -> tuple[int, ...]:
+    with state.changed:  # only one thread at a time may poll
+        return state.peers.ended()
+
+
+def _judged(state: _State, own: Beat) -> RankFailure | None:
     """The failure that follows from what the ranks tell."""
     now = time.monotonic()
     beats = [Beat.decode(text.decode()) for text in state.store.multi_get(_beats(state.size))]
-    for rank, beat in enumerate(beats):
-        last = state.heard.get(rank)
-        if last is None or last[0].number != beat.number:
-            state.heard[rank] = (beat, now)
-    # Outside of its forwards a rank says nothing.
-    unheard = {rank: now - since for rank, (beat, since) in state.heard.items() if beat.inside}
-    found = judge(state.rank, beats, unheard, state.peers.ended(), state.patience)
-    return None if found is None else _announce(state, found)
+    with state.changed:
+        if state.inside is None or state.forward != own.forward:  # it was left meanwhile
+            return None
+        for rank, beat in enumerate(beats):
+            last = state.heard.get(rank)
+            if last is None or last[0].number != beat.number:
+                state.heard[rank] = (beat, now)
+        # Outside of its forwards a rank says nothing.
+        unheard = {rank: now - since for rank, (beat, since) in state.heard.items() if beat.inside}
+        return judge(state.rank, beats, unheard, state.peers.ended(), state.patience)
 
 
 def _beats(size: int) -> list[str]:
@@ -300,6 +371,17 @@ def _announce(state: _State, failure: RankFailure) -> RankFailure:
         return _decode(state, state.store.compare_set(_FAILED, "", word))
     except RuntimeError:  # the store is gone, and with it whoever else could be told
         return failure
+
+
+def _spread(state: _State) -> None:
+    """Waits for all others to hear of the failure, if they do: the store may end with this process."""
+    state.store.set(f"{_FAILED}/{state.rank}", "")
+    deadline = time.monotonic() + _LINGER
+    while time.monotonic() < deadline:
+        left = set(range(state.size)) - set(_ended(state))
+        if state.store.check([f"{_FAILED}/{rank}" for rank in sorted(left)]):
+            return
+        time.sleep(_PERIOD / 10)
 
 
 def _decode(state: _State, word: bytes) -> RankFailure:
@@ -341,11 +423,12 @@ def _exchanges(thread: int) -> bool:
     return False
 
 
-def _close(state: _State, thread: threading.Thread) -> None:
+def _close(state: _State, threads: list[threading.Thread]) -> None:
     with state.changed:
         state.closing = True
         state.changed.notify_all()
-    if thread is not threading.current_thread():
-        with suppress(RuntimeError):
-            thread.join(_GRACE)
+    deadline = time.monotonic() + _GRACE
+    for thread in threads if threading.current_thread() not in threads else ():
+        with suppress(RuntimeError):  # not started yet
+            thread.join(max(0.0, deadline - time.monotonic()))
     state.peers.close()

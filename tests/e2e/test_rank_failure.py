@@ -1,4 +1,7 @@
-"""`h3compile run` on four ranks, as a user starts it: the clip, and what a rank that does not go on means."""
+"""`h3compile run` on four ranks, as a user starts it: the clip, and what a rank that does not go on means.
+
+And ranks that go on: after inputs that rank 0 refuses, and under another `leading`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,14 @@ import psutil
 import pytest
 import torch
 
+import h3compile
+from h3compile.errors import H3CompileError
 from h3compile.models.mp4 import read_mp4
+from h3compile.runtime.module import CompiledTransformer
 
 # Of 8 bits: the velocities of four ranks differ from those of one in the last bits of float32.
 PIXEL_BOUND = 1
+VELOCITY_BOUND = 2e-6
 
 Engines = Callable[[torch.dtype, str], Path]
 
@@ -28,6 +35,50 @@ def command(engine: Path, output: Path, steps: int) -> list[str]:
     main = "from h3compile.cli.main import main; main()"
     options = ["--prompt", "a red kite", "--size", "64x64", "--steps", str(steps), "--lossless"]
     return [sys.executable, "-c", main, "run", str(engine), *options, "-o", str(output)]
+
+
+@pytest.mark.slow
+def test_ranks_follow_another_leading_and_go_on_after_inputs_that_are_refused(
+    engines: Engines,
+    modules: Callable[..., CompiledTransformer],
+    packed: Callable[..., dict[str, torch.Tensor]],
+    on_ranks: Callable[..., list[object]],
+) -> None:
+    path = engines(torch.float32, "ranks4")
+    requests = [
+        packed("t2va", text=text, video=video, audio=14, dtype=torch.float32)
+        for text, video in ((7, 37), (9, 63))
+    ]
+    one = modules(torch.float32, "one", "transformer")
+    bad = ({"hidden_states": None}, {"encoder_hidden_states": torch.zeros(7, 64)})
+    refusals = []
+    for wrong in bad:
+        with pytest.raises(H3CompileError) as raised:
+            one(**requests[0] | wrong)
+        refusals.append(str(raised.value))
+    assert refusals[0] == "hidden_states is a NoneType: pass a torch.Tensor"
+
+    def work(rank: int) -> object:
+        module = h3compile.load(path)
+        if rank:
+            return [module.follow() for _ in requests]
+        found = []
+        for number, given in enumerate(requests):
+            with module.leading():
+                time.sleep(number)
+                for wrong, line in zip(bad, refusals, strict=True):
+                    with pytest.raises(H3CompileError) as raised:
+                        module(**given | wrong)
+                    assert str(raised.value) == line
+                    found.append(module(**given, return_dict=False)[0])
+        return found
+
+    found, *followed = on_ranks(4, work)
+    assert followed == [[2, 2]] * 3
+    for number, given in enumerate(requests):
+        expected = one(**given, return_dict=False)[0]
+        for sample in found[2 * number : 2 * number + 2]:  # type: ignore[index]
+            assert (sample - expected).abs().max() < VELOCITY_BOUND
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -42,28 +43,41 @@ Start = Callable[..., list[End]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
-    """A function that runs ``work(rank, size)`` in ``count`` forked processes and tells how each ended."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """A function that runs ``work(rank, size)`` in ``count`` forked processes and tells how each ended.
 
-    def run(count: int, work: Callable[[int, int], object], seconds: float = 60) -> list[End]:
+    A process of its own holds their store and outlives them, or rank 0 does, as where nobody says more.
+    """
+    # Torch asks for the name of every address it connects to; where none answers that takes 5 s.
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+
+    def run(
+        count: int, work: Callable[[int, int], object], seconds: float = 60, rank_0_holds_store: bool = False
+    ) -> list[End]:
         fork = multiprocessing.get_context("fork")
-        # A process of its own holds the store: it outlives every rank, and none is forked beside its threads.
+        # Whoever holds the store is started first: nothing is forked beside its threads.
         ours, theirs = fork.Pipe()
-        host = fork.Process(target=_host, args=(theirs,), daemon=True)
+        if rank_0_holds_store:
+            host = fork.Process(target=_rank, args=(0, count, theirs, work, tmp_path))
+        else:
+            host = fork.Process(target=_host, args=(theirs,), daemon=True)
         host.start()
         port: int = ours.recv()
         children = [
-            fork.Process(target=_rank, args=(rank, count, port, work, tmp_path)) for rank in range(count)
+            fork.Process(target=_rank, args=(rank, count, port, work, tmp_path))
+            for rank in range(rank_0_holds_store, count)
         ]
         for child in children:
             child.start()
+        if rank_0_holds_store:
+            children.insert(0, host)
         deadline = time.monotonic() + seconds
         try:
             for child in children:
                 child.join(max(0.0, deadline - time.monotonic()))
             return [_end(tmp_path / str(rank), child.exitcode) for rank, child in enumerate(children)]
         finally:
-            for child in (*children, host):
+            for child in {*children, host}:
                 child.kill()
                 child.join()
 
@@ -80,10 +94,16 @@ def _end(path: Path, code: int | None) -> End:
     return End(code, **json.loads(path.read_text())) if path.exists() else End(code)
 
 
-def _rank(rank: int, count: int, port: int, work: Callable[[int, int], object], folder: Path) -> None:
+def _rank(
+    rank: int, count: int, port: int | Connection, work: Callable[[int, int], object], folder: Path
+) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if isinstance(port, int):
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.send(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     store.set(f"connected/{rank}", "")
     store.wait(
@@ -197,7 +217,7 @@ def test_another_number_of_ranks_is_refused(start: Start, parallel: Parallel | N
 def test_ranks_with_other_engines_are_refused(start: Start) -> None:
     ends = start(2, lambda rank, size: join(Parallel(2), CPU, f"digest {rank}"))
     assert [end.text for end in ends] == [
-        "ranks 0 and 1 load different engines or weights: give every rank the same"
+        "ranks 0 and 1 load different engines, weights or plans: give every rank the same"
     ] * 2
 
 
@@ -235,15 +255,15 @@ def test_ranks_stop_and_refuse_together_and_go_on(start: Start) -> None:
     assert issubclass(Interrupted, H3CompileError)
 
 
-def _fails(how: str) -> Callable[[int, int], object]:
-    """Rank 2 fails in the middle of the third forward."""
+def _fails(how: str, victim: int = 2) -> Callable[[int, int], object]:
+    """Rank ``victim`` fails in the middle of the third forward."""
 
     def work(rank: int, size: int) -> object:
         ranks = join(Parallel(size), CPU, "digest", patience=PATIENCE)
         assert ranks is not None
 
         def at(number: int) -> None:
-            if rank != 2 or number != 2:
+            if rank != victim or number != 2:
                 return
             match how:
                 case "raise":
@@ -298,6 +318,57 @@ def test_a_hung_rank_ends_all_as_processes_where_gloo_does_not_let_go(
     assert how == "freeze" or ends[2].code == 1, "it was sleeping, and still"
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {reason}"), lines
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "reason"),
+    [
+        ("raise", 1, "rank 0 failed with ValueError: boom"),
+        ("kill", -signal.SIGKILL, "rank 0 has ended"),
+    ],
+)
+def test_the_rank_that_holds_the_store_ends_all_with_its_reason(
+    start: Start, how: str, code: int, reason: str
+) -> None:
+    first, *others = start(3, _fails(how, victim=0), seconds=20, rank_0_holds_store=True)
+    assert first.code == code
+    for end in others:
+        assert end.kind == RankFailure.__name__ and end.text.startswith(reason), end
+        assert end.code == 1 and end.seconds < 5, end
+
+
+def test_a_reason_reaches_all_though_the_rank_that_holds_the_store_ends_of_it(start: Start) -> None:
+    first, second, third = start(3, _fails("raise", victim=1), seconds=20, rank_0_holds_store=True)
+    for end in (first, third):
+        assert end.kind == RankFailure.__name__ and not end.mine, end
+        assert end.text.startswith("rank 1 failed with ValueError: boom"), end
+    assert second.kind == "ValueError"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["exchange", "agreement", "between forwards"])
+def test_a_stopped_rank_that_holds_the_store_ends_all_as_processes(
+    start: Start, capfd: pytest.CaptureFixture[str], where: str
+) -> None:
+    def work(rank: int, size: int) -> object:
+        if where == "exchange":
+            return _fails("freeze", victim=0)(rank, size)
+        ranks = join(Parallel(size), CPU, "digest", patience=PATIENCE)
+        assert ranks is not None
+        assert forwards(ranks, {}, lambda number: None) == []
+        if rank == 0:
+            time.sleep(0.5)  # the others are waiting
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if where == "between forwards":
+            return ranks.hear()
+        return forwards(ranks, {}, lambda number: None)
+
+    first, *others = start(3, work, seconds=11, rank_0_holds_store=True)
+    assert first.code is None, "it is stopped"
+    assert [end.code for end in others] == [1, 1]
+    lines = capfd.readouterr().err.splitlines()
+    reason = "error: the process that holds the ranks' store has given no sign of life for 2 s"
+    assert len(lines) == 2 and all(line.startswith(reason) for line in lines), lines
 
 
 def test_the_watch_stays_for_exchanges_that_a_forward_leaves_behind(start: Start) -> None:
@@ -359,6 +430,44 @@ def test_followers_compute_what_the_leader_is_given(start: Start) -> None:
             ]
         )
     )
+
+
+def test_another_leader_is_followed_to_what_it_announces_and_words_do_not_pile_up(start: Start) -> None:
+    def work(rank: int, size: int) -> object:
+        ranks = join(Parallel(size), CPU, "digest", patience=PATIENCE)
+        assert ranks is not None
+        if rank == 0:
+            keys = []
+            for block in range(2):
+                time.sleep(1.2 * PATIENCE * block)
+                leader = Leader(ranks, CPU)
+                for step in range(8):
+                    x = torch.full((2 + block,), float(step))
+                    held = weakref.ref(x)
+                    leader.announce({"x": x})
+                    with ranks.forward():
+                        leader.send({"x": x})
+                        ranks.agree(Word())
+                    del x
+                    assert held() is None, "whose caller let go of it"
+                    keys.append(ranks._store.num_keys())
+                leader.end()
+            return max(keys) - min(keys)
+        blocks: list[list[list[float]]] = []
+        for _ in range(2):
+            follower, seen = Follower(ranks, CPU), []
+            while (coming := follower.wait()) is not None:
+                with ranks.forward():
+                    seen.append(follower.receive(coming)["x"].tolist())
+                    ranks.agree(Word())
+            blocks.append(seen)
+        return blocks
+
+    first, *others = start(3, work)
+    expected = [[[float(step)] * length for step in range(8)] for length in (2, 3)]
+    assert [end.text for end in others] == [str(expected)] * 2
+    # Words of the others that wait to be deleted, and that the block before has ended.
+    assert int(first.text or 0) <= 3, first
 
 
 def test_followers_notice_that_the_leader_is_gone(start: Start) -> None:
