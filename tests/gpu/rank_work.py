@@ -75,6 +75,7 @@ def plant(module: CompiledTransformer, how: str, folder: Path) -> None:
         calls += 1
         if calls < 2:
             return run(arguments)
+        time.sleep(1)  # until it has told the others that it is in this forward
         (folder / "failed_at").write_text(str(time.time()))
         match how:
             case "kill":
