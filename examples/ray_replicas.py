@@ -1,9 +1,13 @@
 """Replicas of a sequence-parallel group under Ray: two groups of two ranks share a list of prompts.
 
-python examples/ray_replicas.py FOLDER [--model CHECKPOINT]      (pip install ray)
+python examples/ray_replicas.py FOLDER [--model CHECKPOINT]      (pip install 'h3compile[ray]')
 
 Ray places the processes, on one machine or many, and hands out the requests; ranks of a replica stay together
 on one machine, where their links are. Nothing of h3compile knows of Ray.
+
+Where RAY_ADDRESS is set it joins that cluster, else it starts Ray here. Every rank reads the engine, and rank
+0 of each replica reads CHECKPOINT and writes clips: for several machines FOLDER and CHECKPOINT have to be on
+storage that all of them see, at the same path.
 """
 
 from __future__ import annotations
@@ -74,6 +78,8 @@ def replica(number: int, engine: Path, model: Path) -> list[Any]:
 
     need = {"GPU": 1, "CPU": 1} if torch.cuda.is_available() else {"CPU": 1}
     together = placement_group([need] * RANKS, strategy="STRICT_PACK", name=f"replica-{number}")
+    if not together.wait(60):
+        raise SystemExit(f"no machine has {need} free for each of {RANKS} ranks, of replica {number}")
     options = {
         "num_cpus": need["CPU"],
         "num_gpus": need.get("GPU", 0),
@@ -86,24 +92,32 @@ def replica(number: int, engine: Path, model: Path) -> list[Any]:
     return ranks
 
 
+def prepare(options: argparse.Namespace) -> None:
+    """Makes what is not there: the tiny model, where no other is named, and the engine."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.model is None:
+        options.model = options.folder / "tiny"
+        if not options.model.exists():
+            write_tiny(options.model)
+    engine = options.folder / "ranks.h3e"
+    if not engine.exists():
+        passes = f"sp(ranks={RANKS})"
+        h3compile.build(str(options.model), output=engine, passes=passes, backend="eager", steps=(3,))
+
+
 def main(options: argparse.Namespace) -> None:
-    """Builds the engine once, starts the replicas, and shares the prompts among them."""
+    """Starts the replicas, and shares the prompts among them."""
     try:
         import ray
     except ImportError:
-        print("Ray is not installed: pip install ray")
-        return
-    folder = options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    model = options.model or folder / "tiny"
-    if options.model is None:
-        write_tiny(model)
-    engine = folder / "ranks.h3e"
-    h3compile.build(
-        str(model), output=engine, passes=f"sp(ranks={RANKS})", backend="eager", steps=(3,), overwrite=True
-    )
-    ray.init(num_cpus=REPLICAS * RANKS, include_dashboard=False, log_to_driver=False)
-    replicas = [replica(number, engine, model) for number in range(REPLICAS)]
+        raise SystemExit("Ray is not installed: pip install 'h3compile[ray]'") from None
+    prepare(options)
+    folder, model = options.folder.resolve(), options.model.resolve()
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)  # a cluster has counted what it has
+    else:
+        ray.init("local", num_cpus=REPLICAS * RANKS, include_dashboard=False, log_to_driver=False)
+    replicas = [replica(number, folder / "ranks.h3e", model) for number in range(REPLICAS)]
     work = [{str(folder / f"clip-{number}.mp4"): f"wave number {number}"} for number in range(REPLICAS)]
     followers = [rank.follow.remote() for ranks in replicas for rank in ranks[1:]]
     done = [ranks[0].generate.remote(prompts) for ranks, prompts in zip(replicas, work, strict=True)]
@@ -115,7 +129,7 @@ def main(options: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the engine and the clips go")
+    parser.add_argument("folder", type=Path, help="where engine and clips go; an engine there is kept")
     parser.add_argument("--model", type=Path, help="a checkpoint; the tiny one by default")
     return parser.parse_args()
 

@@ -41,21 +41,22 @@ def rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def start(options: argparse.Namespace) -> None:
-    """Builds what is not there, and starts the ranks."""
+def prepare(options: argparse.Namespace) -> None:
+    """Makes what is not there: the tiny model, where no other is named, and the engine."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.model is None:
         options.model = options.folder / "tiny"
-        write_tiny(options.model)
+        if not options.model.exists():
+            write_tiny(options.model)
     engine = options.folder / "ranks.h3e"
-    h3compile.build(
-        str(options.model),
-        output=engine,
-        passes=f"sp(ranks={RANKS})",
-        backend="eager",
-        steps=(3,),
-        overwrite=True,
-    )
+    if not engine.exists():
+        passes = f"sp(ranks={RANKS})"
+        h3compile.build(str(options.model), output=engine, passes=passes, backend="eager", steps=(3,))
+
+
+def start(options: argparse.Namespace) -> None:
+    """Starts the ranks."""
+    prepare(options)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
     command = (*torchrun, __file__, str(options.folder), "--model", str(options.model))
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -64,7 +65,7 @@ def start(options: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the engine and the clip go")
+    parser.add_argument("folder", type=Path, help="where engine and clip go; an engine there is kept")
     parser.add_argument("--model", type=Path, help="a checkpoint; the tiny one by default")
     return parser.parse_args()
 

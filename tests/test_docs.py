@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -130,9 +132,15 @@ EXAMPLES = {
     "interrupt": ("the forward was stopped after ", "the next request: 2 forwards, 5.17 s"),
     "torchrun": ("2 forwards on 2 ranks, ",),
     "server_ranks": ("'the tide comes in': ", "'': 400 the prompt is empty", "the server ended with 0"),
-    "ray_replicas": (),  # it needs Ray, and says so where that is missing
+    "ray_replicas": ("clip-0.mp4\n", "clip-1.mp4\n", "followers computed 4 forwards"),
     "plan": ("| `rtx-4090` | BF16 | ", "| `8xb300` | fp8 | "),
     "ranks_plan": ("| `h200` | BF16 | ", "| `b300` | fp8,sage | "),
+}
+# What they need besides what is installed for tests.
+NEEDS = {
+    "ray_replicas": pytest.mark.skipif(
+        find_spec("ray") is None, reason="ray is not installed: pip install 'h3compile[ray]'"
+    )
 }
 
 
@@ -141,7 +149,7 @@ def test_every_example_is_run_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in EXAMPLES])
 def test_an_example_runs(
     name: str,
     workplace: Path,
@@ -154,6 +162,31 @@ def test_an_example_runs(
     printed = capsys.readouterr().out
     for line in EXAMPLES[name]:
         assert line in printed
+
+
+@pytest.mark.parametrize("name", ["torchrun", "server_ranks", "ray_replicas"])
+def test_a_second_run_in_a_folder_makes_nothing_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+
+    def build(*_: str, output: Path, **__: object) -> None:
+        output.mkdir()
+        built.append(output)
+
+    monkeypatch.setattr(h3compile, "build", build)
+    example = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+    for _ in range(2):
+        example["prepare"](argparse.Namespace(folder=tmp_path, model=None))
+    assert len(built) == 1 and (tmp_path / "tiny" / "transformer").is_dir()
+
+
+def test_without_ray_the_example_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(sys, "argv", ["ray_replicas", str(tmp_path / "new")])
+    with pytest.raises(SystemExit, match=r"^Ray is not installed: pip install 'h3compile\[ray\]'$"):
+        runpy.run_path(str(ROOT / "examples" / "ray_replicas.py"), run_name="__main__")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

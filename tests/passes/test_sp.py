@@ -12,9 +12,9 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
 from h3compile.errors import BuildError
-from h3compile.models.h3 import RELEASE_CONFIG
+from h3compile.models.h3 import FP32_MODULES, RELEASE_CONFIG
 from h3compile.models.tiny import TRANSFORMER_CONFIG
-from h3compile.models.tiny_weights import fill
+from h3compile.models.tiny_weights import cast, fill
 from h3compile.models.trace import trace
 from h3compile.ops.exchange_groups import Traffic, counting
 from h3compile.passes.canonicalize import Canonicalize
@@ -50,8 +50,9 @@ LOSSY = (*FUSED, Fp8Linears(), Sage(), Skip(threshold=1.0, until=0.8))
 
 # Of float32: sums of at most 208 products in another order, through four blocks.
 FP32_BOUND = 2e-6
-# Of the fifteen: all tasks, one text row, one video row, one to four timesteps, less of a kind than ranks.
-INPUTS = (0, 4, 6, 8, 12, 13)
+# Of the fifteen: every task with one timestep and with two, and with up to four; one text row, one video row,
+# less of a kind than ranks.
+INPUTS = (0, 4, 5, 6, 8, 10, 11, 12, 13)
 
 
 @dataclass(frozen=True)
@@ -77,26 +78,45 @@ class One:
         return verify(item.apply(self.program, find_target("cpu")).program)
 
 
+OneRank = Callable[..., One]
+
+
 @pytest.fixture(scope="session")
-def one_rank(case: Case, packed: Callable[..., Inputs]) -> Callable[[Sequence[Pass]], One]:
-    """A function from passes, of which the first are `EXACT`, to what one rank does after them."""
-    made: dict[tuple[str, ...], One] = {}
+def one_rank(case: Case, packed: Callable[..., Inputs]) -> OneRank:
+    """A function from passes, of which the first are `EXACT`, to what one rank does after them.
+
+    It is asked for the ranks that its heads are to be shared by: seven take a model of seven.
+    """
+    made: dict[tuple[object, ...], One] = {}
     # And sequences of 5 and 9 rows: of eight ranks the last three hold padding alone.
     dtype = case.source.read("context_embedder.weight").dtype
-    tiny = [packed("t2va", text=1, video=v, audio=2, timesteps=1, dtype=dtype) for v in (2, 6)]
+    tiny = [packed("t2va", text=1, video=v, audio=2, timesteps=m, dtype=dtype) for v, m in ((2, 1), (6, 2))]
     few = replace(case, inputs=[*(case.inputs[place] for place in INPUTS), *tiny])
 
-    def of(passes: Sequence[Pass]) -> One:
-        names = tuple(item.spelled() for item in passes)
+    def of(passes: Sequence[Pass], ranks: int = 1) -> One:
+        names = (ranks == 7, *(item.spelled() for item in passes))
         if names not in made:
             if len(passes) == len(EXACT):
-                program, _ = Manager(passes).run(case.program, find_target("cpu"))
+                start = with_seven_heads(few, dtype) if ranks == 7 else few
+                program, _ = Manager(passes).run(start.program, find_target("cpu"))
+                made[names] = One(start, program)
             else:
-                program = of(passes[:-1]).after(passes[-1])
-            made[names] = One(few, program)
+                before = of(passes[:-1], ranks)
+                made[names] = One(before.case, before.after(passes[-1]))
         return made[names]
 
     return of
+
+
+def with_seven_heads(case: Case, dtype: torch.dtype) -> Case:
+    """The same of two blocks with seven heads each."""
+    config = {**TRANSFORMER_CONFIG, "num_attention_heads": 7, "num_layers": 2, "num_refiner_layers": 1}
+    model = MiniMaxH3Transformer3DModel(**config)
+    fill(model, seed=0, scope="seven", gains={"adaln_proj.linear.weight": 0.6})
+    cast(model, dtype, keep=FP32_MODULES)
+    weights = model.state_dict()
+    program = trace({**RELEASE_CONFIG, **config}, {name: tensor.dtype for name, tensor in weights.items()})
+    return Case(program, weight_source(weights), case.inputs)
 
 
 def on_all(on_ranks: OnRanks, program: Program, case: Case) -> list[Outputs]:
@@ -116,48 +136,54 @@ def on_all(on_ranks: OnRanks, program: Program, case: Case) -> list[Outputs]:
     return first
 
 
-def assert_as_on_one(got: Sequence[Outputs], one: One, exact: Sequence[Outputs] | None = None) -> None:
-    """Over all inputs no further from float64 than one rank is; in FP32 equal up to the order of sums.
-
-    With ``exact`` it is the distance from that, and only that counts.
-    """
-    true = exact or one.exact
+def assert_as_on_one(got: Sequence[Outputs], one: One) -> None:
+    """Over all inputs no further from float64 than one rank is; in FP32 equal up to the order of sums."""
     for name in one.outputs[0]:
-        was, now = (
-            math.hypot(*(distance(o[name], e[name]) for o, e in zip(outputs, true, strict=True)))
-            for outputs in (one.outputs, got)
-        )
+        was, now = (off(outputs, one.exact, name) for outputs in (one.outputs, got))
         assert now <= ROUNDING_BOUND * was, f"{name}: {now:.3e} from float64, one rank {was:.3e}"
-        if exact is None and one.case.source.read("context_embedder.weight").dtype == torch.float32:
+        if one.case.source.read("context_embedder.weight").dtype == torch.float32:
             away = max(distance(g[name], r[name]) for g, r in zip(got, one.outputs, strict=True))
             assert away <= FP32_BOUND, f"{name}: {away:.3e} from one rank"
 
 
+def off(found: Sequence[Outputs], exact: Sequence[Outputs], *names: str) -> float:
+    """The distance of these outputs, or all, over all inputs together."""
+    pairs = zip(found, exact, strict=True)
+    return math.hypot(*(distance(one[name], two[name]) for one, two in pairs for name in names or one))
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("ranks", "passes"), [(2, EXACT), (4, FUSED), (8, FUSED)], ids=["2-exact", "4-fused", "8-fused"]
-)
+@pytest.mark.parametrize("passes", [EXACT, FUSED], ids=["exact", "fused"])
+@pytest.mark.parametrize("ranks", [2, 4, 7, 8])
 def test_ranks_compute_what_one_computes(
-    one_rank: Callable[..., One], on_ranks: OnRanks, ranks: int, passes: tuple[Pass, ...]
+    one_rank: OneRank, on_ranks: OnRanks, ranks: int, passes: tuple[Pass, ...]
 ) -> None:
-    one = one_rank(passes)
+    one = one_rank(passes, ranks)
     program = one.after(SequenceParallel(ulysses=ranks))
     assert_as_on_one(on_all(on_ranks, program, one.case), one)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("ranks", "passes"), [(4, LOSSY), (2, (*EXACT, Sage(k_block=16)))], ids=["4-fp8-sage-skip", "2-sage"]
+    ("item", "passes"),
+    [
+        *((SequenceParallel(ulysses=ranks), LOSSY) for ranks in (2, 4, 7, 8)),
+        *((SequenceParallel(ulysses=ranks, exchange="fp8"), LOSSY) for ranks in (2, 8)),
+        (SequenceParallel(ulysses=2), (*EXACT, Sage(k_block=16))),
+        (SequenceParallel(ring=3), (*FUSED, Fp8Linears())),
+    ],
+    ids=["2", "4", "7", "8", "2-exchange", "8-exchange", "2-sage", "ring-3-fp8"],
 )
 def test_with_lossy_passes_the_error_is_that_of_one_rank(
-    one_rank: Callable[..., One], on_ranks: OnRanks, ranks: int, passes: tuple[Pass, ...]
+    one_rank: OneRank, on_ranks: OnRanks, item: SequenceParallel, passes: tuple[Pass, ...]
 ) -> None:
-    one, exact = one_rank(passes), one_rank(FUSED).exact
-    program = one.after(SequenceParallel(ulysses=ranks))
-    assert len(program.variants["block"]) == len(one.program.variants["block"]) > 0
-    for name in one.outputs[0]:
-        assert distance(one.outputs[1][name], exact[1][name]) > 1e-3, "nothing was quantized"
-    assert_as_on_one(on_all(on_ranks, program, one.case), one, exact)
+    one, exact = one_rank(passes, item.told), one_rank(FUSED, item.told).exact
+    program = one.after(item)
+    assert len(program.forms_of("block")) == len(one.program.forms_of("block"))
+    assert off([one.outputs[1]], [exact[1]]) > 1e-3, "nothing was quantized"
+    was, now = (off(outputs, exact) for outputs in (one.outputs, on_all(on_ranks, program, one.case)))
+    # An exchange in FP8 adds an error of its own, a third of theirs: in squares, little. Measured 1.07.
+    assert now <= (ROUNDING_BOUND if item.exchange == "plain" else 1.1) * was, f"{now:.3e}, one {was:.3e}"
 
 
 @pytest.mark.matrix
@@ -166,13 +192,15 @@ def test_with_lossy_passes_the_error_is_that_of_one_rank(
     [
         (SequenceParallel(ring=2), EXACT),
         (SequenceParallel(ring=2), FUSED),
+        (SequenceParallel(ring=3), FUSED),
         (SequenceParallel(ulysses=2, ring=2), EXACT),
+        (SequenceParallel(ulysses=2, ring=3), FUSED),
         (SequenceParallel(ulysses=2, ring=4), FUSED),
     ],
-    ids=["ring-2-exact", "ring-2", "2x2-exact", "2x4"],
+    ids=["ring-2-exact", "ring-2", "ring-3", "2x2-exact", "2x3", "2x4"],
 )
 def test_in_a_ring(
-    one_rank: Callable[..., One], on_ranks: OnRanks, item: SequenceParallel, passes: tuple[Pass, ...]
+    one_rank: OneRank, on_ranks: OnRanks, item: SequenceParallel, passes: tuple[Pass, ...]
 ) -> None:
     one = one_rank(passes)
     program = one.after(item)
@@ -180,9 +208,7 @@ def test_in_a_ring(
     assert_as_on_one(on_all(on_ranks, program, one.case), one)
 
 
-def test_an_exchange_in_fp8_halves_the_bytes_and_is_lossy(
-    one_rank: Callable[..., One], on_ranks: OnRanks
-) -> None:
+def test_an_exchange_in_fp8_halves_the_bytes_and_is_lossy(one_rank: OneRank, on_ranks: OnRanks) -> None:
     item = SequenceParallel(ulysses=2, exchange="fp8")
     assert item.tier is Tier.LOSSY and SequenceParallel(ulysses=2).tier is Tier.ROUNDING
     one = one_rank(FUSED)
@@ -204,7 +230,7 @@ def test_an_exchange_in_fp8_halves_the_bytes_and_is_lossy(
     assert on_ranks(2, work) == [4 * (4 * local * heads * (width + 4) // 2)] * 2
 
 
-def test_every_form_of_the_block_exchanges(one_rank: Callable[..., One]) -> None:
+def test_every_form_of_the_block_exchanges(one_rank: OneRank) -> None:
     program = one_rank(LOSSY).after(SequenceParallel(ulysses=4))
     for form in program.forms_of("block"):
         targets = [node.target for node in program.regions[form].graph.nodes]
@@ -215,7 +241,7 @@ def test_every_form_of_the_block_exchanges(one_rank: Callable[..., One]) -> None
         assert not any("local" in str(port) for port in ports)
 
 
-def test_without_fuse_each_operand_is_exchanged(one_rank: Callable[..., One]) -> None:
+def test_without_fuse_each_operand_is_exchanged(one_rank: OneRank) -> None:
     program = one_rank(EXACT).after(SequenceParallel(ulysses=2))
     exchanges = program.regions["block"].graph.find_nodes(
         op="call_function", target=ours.rows_to_heads.default
@@ -223,7 +249,7 @@ def test_without_fuse_each_operand_is_exchanged(one_rank: Callable[..., One]) ->
     assert [node.args[2:4] for node in exchanges] == [(1, 2)] * 3
 
 
-def test_written_and_read_back(one_rank: Callable[..., One]) -> None:
+def test_written_and_read_back(one_rank: OneRank) -> None:
     program = one_rank(LOSSY).after(SequenceParallel(ulysses=4))
     for region in program.regions.values():
         text = region_to_json(region)
@@ -233,7 +259,7 @@ def test_written_and_read_back(one_rank: Callable[..., One]) -> None:
     assert "output packed_2: " in printed and "[1, local_rows, 80]" in printed
 
 
-def test_bytes_sent_are_those_of_the_formulas(one_rank: Callable[..., One], on_ranks: OnRanks) -> None:
+def test_bytes_sent_are_those_of_the_formulas(one_rank: OneRank, on_ranks: OnRanks) -> None:
     one, ranks, blocks, attended = one_rank(FUSED), 4, 4, 8 * 16
     program = one.after(SequenceParallel(ulysses=ranks))
     inputs = one.case.inputs[1]
@@ -263,20 +289,6 @@ def test_through_the_manager_in_any_order(case: Case) -> None:
     assert [run.name for run in again] == [run.name for run in runs]
 
 
-@pytest.mark.slow
-def test_seven_ranks_share_seven_heads(on_ranks: OnRanks, packed: Callable[..., Inputs]) -> None:
-    config = {**TRANSFORMER_CONFIG, "num_attention_heads": 7, "num_layers": 2, "num_refiner_layers": 1}
-    model = MiniMaxH3Transformer3DModel(**config)
-    fill(model, seed=0, scope="seven", gains={"adaln_proj.linear.weight": 0.6})
-    weights = model.state_dict()
-    traced = trace({**RELEASE_CONFIG, **config}, {name: tensor.dtype for name, tensor in weights.items()})
-    inputs = [packed("ref2va", text=5, video=40, audio=6, condition=4, dtype=torch.float32)]
-    case = Case(traced, weight_source(weights), inputs)
-    before, _ = Manager(FUSED).run(case.program, find_target("cpu"))
-    one = One(case, before)
-    assert_as_on_one(on_all(on_ranks, one.after(SequenceParallel(ulysses=7)), case), one)
-
-
 @pytest.mark.parametrize(
     ("item", "passes", "message"),
     [
@@ -295,7 +307,7 @@ def test_seven_ranks_share_seven_heads(on_ranks: OnRanks, packed: Callable[..., 
         (
             SequenceParallel(ulysses=3),
             FUSED,
-            "3 ranks cannot share 8 heads: take a number that divides 8 heads: 1, 2, 4, 8",
+            "3 ranks cannot share 8 heads: take a number that divides 8 heads: 2, 4, 8",
         ),
         (
             SequenceParallel(ulysses=2),
@@ -304,9 +316,7 @@ def test_seven_ranks_share_seven_heads(on_ranks: OnRanks, packed: Callable[..., 
         ),
     ],
 )
-def test_refused(
-    one_rank: Callable[..., One], item: SequenceParallel, passes: tuple[Pass, ...], message: str
-) -> None:
+def test_refused(one_rank: OneRank, item: SequenceParallel, passes: tuple[Pass, ...], message: str) -> None:
     with pytest.raises(BuildError, match=message):
         one_rank(passes).after(item)
 
@@ -314,9 +324,7 @@ def test_refused(
 @pytest.mark.parametrize(
     ("ranks", "degrees"), [(2, (2, 1)), (8, (8, 1)), (3, (1, 3)), (6, (2, 3)), (16, (8, 2))]
 )
-def test_as_many_as_can_share_heads(
-    one_rank: Callable[..., One], ranks: int, degrees: tuple[int, int]
-) -> None:
+def test_as_many_as_can_share_heads(one_rank: OneRank, ranks: int, degrees: tuple[int, int]) -> None:
     parallel = one_rank(FUSED).after(SequenceParallel(ranks=ranks)).parallel
     assert parallel is not None and (parallel.ulysses, parallel.ring) == degrees
 
@@ -325,6 +333,8 @@ def test_as_many_as_can_share_heads(
     ("typed", "message"),
     [
         ("sp(ulysses=1)", "ulysses is 1, and one rank has nobody to share with"),
+        ("sp(ring=0)", "ring is 0, and counts ranks: 2 or more"),
+        ("sp(auto,ulysses=2)", "auto takes as many ranks as there are GPUs"),
         ("sp(ranks=4,ring=2)", "ranks counts them, ulysses and ring say how they share"),
         ("sp(ulysses=2,exchange=int8)", "exchange is 'int8', and must be one of plain, fp8"),
         ("sp(ulysses=2,ring=2,exchange=fp8)", "exchange=fp8 is of heads"),
@@ -341,3 +351,4 @@ def test_spelled_and_read_back() -> None:
     assert item.spelled() == "sp(ulysses=4,exchange=fp8)"
     passes, _ = resolve(item.spelled(), Registry.default())
     assert item in passes
+    assert SequenceParallel(auto=True) in resolve("sp(auto)", Registry.default())[0]

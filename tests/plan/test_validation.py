@@ -53,7 +53,7 @@ def test_nothing_is_left_out(model: ModuleType) -> None:
     bars = {figure.group: figure.bar for figure in model.figures()}
     ours = ("H200", "2x H200")
     assert all(bar == (0.10 if group.startswith(ours) else 0.15) for group, bar in bars.items())
-    # Two ranks: four blocks at two lengths and fifty at one, heads shared and a ring; seven plans, ms and GiB.
+    # Two ranks: four blocks at two lengths and fifty at one, by heads and in a ring; seven plans, ms and GiB.
     assert sum(name.startswith("2x H200, steps") for name in names) == 9
     assert sum(name.startswith("2x H200, streaming") for name in names) == 28
 
