@@ -109,6 +109,7 @@ def test_a_clip_is_written_and_both_numbers_are_told(  # type: ignore[no-untyped
 ) -> None:
     output = tmp_path / "kite.mp4"
     size = ("--size", "64x32", "--frames", "121", "--steps", "4", "--seed", "7", "--shift", "6")
+    size += ("--patience", "7")
     done = h3compile(
         "run", engine, "--prompt", "a kite", "--model", tmp_path, "--device", "cpu", *size, "-o", output
     )
@@ -117,7 +118,8 @@ def test_a_clip_is_written_and_both_numbers_are_told(  # type: ignore[no-untyped
     path, device, asked = loaded
     assert (path, device) == (engine, "cpu")
     lengths = {"rows": 50 + 414 + 2 * 37, "video_rows": 2 * 37, "audio_rows": 414, "text_rows": 50}
-    assert asked == {"partition": "transformer", "expect": None, "rows": {**lengths, "timesteps": 2}}
+    rows = {**lengths, "timesteps": 2}
+    assert asked == {"partition": "transformer", "expect": None, "rows": rows, "patience": 7.0}
     assert model == tmp_path and options["placements"] == {}
     assert isinstance(options["transformer"], torch.nn.Identity) and options["transformer_ref"] is None
     assert request == Request("a kite", width=64, height=32, frames=124, steps=4, seed=7, flow_shift=6.0)

@@ -70,7 +70,7 @@ def table(made: list[Entry], taken: dict[tuple[Spec, str], tuple[Usage, int]]) -
     for entry in made:
         used, _ = taken[entry.spec, entry.arch]
         cell = f"{used.registers}" + (f" + {used.stack}" if used.stack else "")
-        kernel = entry.spec.kernel.partition(":")[2]
+        kernel = entry.spec.kernel.partition(":")[2] + (", Gluon" if entry.spec.gluon else "")
         lines.setdefault((kernel, entry.operator, entry.label), {})[entry.arch] = cell
     head = ["kernel", "operator", "call", *ARCHES]
     rows = [[*key, *(cells.get(arch, "") for arch in ARCHES)] for key, cells in lines.items()]
