@@ -57,7 +57,8 @@ class Store(Protocol):
 def end_process(failure: RankFailure) -> None:
     """The last resort: ends this process, with the reason where it is the one to report it."""
     if failure.mine:
-        print(f"error: {failure}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {failure}\n")  # at once: other ranks may say theirs
+        sys.stderr.flush()
     os._exit(1)
 
 
