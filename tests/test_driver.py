@@ -18,6 +18,7 @@ from h3compile.targets import find_target
 LENGTHS = {"rows": 1000, "video_rows": 900, "audio_rows": 60, "text_rows": 40, "timesteps": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "own"), [("h200", True), ("b300", False)])
 def test_activations_hold_what_the_chosen_attention_returns(
     target: str, own: bool, checkpoints: Callable[[torch.dtype], Path], tmp_path: Path
@@ -39,6 +40,7 @@ def test_activations_hold_what_the_chosen_attention_returns(
     assert named - activations("default", {}) == (result if own else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "gpus", "spelled"),
     [

@@ -132,6 +132,7 @@ def test_finalize_lowers_what_is_pending_and_again_what_is_lowered(
         assert distance(one, other) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "chosen", "more"),
     [
