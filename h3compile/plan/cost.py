@@ -17,7 +17,7 @@ from h3compile.plan.polynomial import Sizes
 from h3compile.plan.residency import Residency, piece_bytes
 from h3compile.plan.schedule import Compute, Copy, Gather
 from h3compile.plan.simulate import steady_step_seconds
-from h3compile.plan.work import OWN_DENSE, CallWork, Piece, ProgramWork, RegionWork
+from h3compile.plan.work import RING, CallWork, Piece, ProgramWork, RegionWork, own_rings
 from h3compile.targets import Target
 from h3compile.targets.keys import default_keys
 
@@ -71,7 +71,6 @@ _MERGE_LAUNCHES = 6
 # multiprocessors: by the operator alone on two H200, 0.03 at 37,760 rows and 0.59 at 73,500
 # (h200_x2_ranks.json, rings). Libraries' were held up by 1.3 to 1.6 of it, and are taken to be by all of it.
 _HOLDS_UP = 0.3
-_RING = "ring_attention.default"
 _GOES_ROUND = ("attention.default", "aten.scaled_dot_product_attention")
 
 # What the tests of Skip-Softmax cost when nothing is skipped: 51.5 ms over 48.2 (h200_passes.json,
@@ -226,8 +225,8 @@ def ring_turn(work: ProgramWork, target: Target, sizes: Sizes, shards: int, ring
             f"of {ring}",
             "use a number of them that divides the heads, or leave that pass out",
         )
-    own = _RING in OWN_DENSE.get(target.arch, ())
-    turns = replace(dense, operator=_RING, launches=ring if own else ring * (1 + _MERGE_LAUNCHES))
+    own = own_rings(target.arch)
+    turns = replace(dense, operator=RING, launches=ring if own else ring * (1 + _MERGE_LAUNCHES))
     product = piece_seconds(turns, target, sizes, shards=shards)
     numbers = sizes["rows"] / shards * work.attended  # of queries, which a rank has of its heads
     merged = _KEPT * (ring - 1) if own else (_MERGED * (ring - 1) + _ENDS) / _MERGING

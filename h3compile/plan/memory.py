@@ -11,7 +11,7 @@ from h3compile.plan.components import Component, Phase, host_bytes
 from h3compile.plan.cost import Parallel, local_sizes
 from h3compile.plan.polynomial import NOTHING, Sizes
 from h3compile.plan.residency import Residency, piece_bytes
-from h3compile.plan.work import OWN_DENSE, CallWork, ProgramWork
+from h3compile.plan.work import CallWork, ProgramWork, own_rings
 from h3compile.targets import Target
 
 __all__ = ["KINDS", "MemoryPlan", "activation_bytes", "kept_timesteps", "memory_plan", "slot_bytes", "usable"]
@@ -49,7 +49,6 @@ _NCCL_GATHERS = 450 * MIB
 # Python, torch and CUDA on the host. Assumed.
 _PROCESS = 3 * 10**9
 _BF16 = 2
-_RING = "ring_attention.default"
 
 
 def kept_timesteps(forwards: int, timesteps: int = 4) -> int:
@@ -220,10 +219,9 @@ def _channels(work: ProgramWork, residency: Residency, parallel: Parallel) -> in
 
 def _exchanged(work: ProgramWork, sizes: Sizes, shards: int, arch: str) -> int:
     """What exchanges hold: queries, keys and values, sent and received at once; of a ring, what it merges."""
-    own = _RING in OWN_DENSE.get(arch, ())
     ulysses, ring = split(work.heads, shards)
     heads = 2 * 3 * _BF16 if ulysses > 1 else 0
-    turns = (RING_HOLDS + (0 if own else RING_MERGES)) * _BF16 if ring > 1 else 0
+    turns = (RING_HOLDS + (0 if own_rings(arch) else RING_MERGES)) * _BF16 if ring > 1 else 0
     return round((heads + turns) * sizes["rows"] / shards * work.attended)
 
 

@@ -17,7 +17,19 @@ from typing import Literal, get_args
 from h3compile.errors import H3CompileError, nearest
 from h3compile.plan.polynomial import NOTHING, Polynomial
 
-__all__ = ["PASS_SETS", "CallWork", "Kind", "Piece", "ProgramWork", "RegionWork", "StageName", "released"]
+__all__ = [
+    "OWN_DENSE",
+    "PASS_SETS",
+    "RING",
+    "CallWork",
+    "Kind",
+    "Piece",
+    "ProgramWork",
+    "RegionWork",
+    "StageName",
+    "own_rings",
+    "released",
+]
 
 Kind = Literal["gemm", "attention", "rows"]
 StageName = Literal["build", "schedule", "request", "step"]
@@ -43,9 +55,15 @@ PASS_SETS: Mapping[str, str] = {
 }
 
 
+RING = "ring_attention.default"
 # Architecture -> dense attention that a kernel of ours computes there, where nothing else is asked for;
 # elsewhere cuDNN does (`ops/attention.py`).
-OWN_DENSE: Mapping[str, tuple[str, ...]] = {"sm_90a": ("attention.default", "ring_attention.default")}
+OWN_DENSE: Mapping[str, tuple[str, ...]] = {"sm_90a": ("attention.default", RING)}
+
+
+def own_rings(arch: str) -> bool:
+    """Whether a kernel of ours computes and merges the turns of a ring on ``arch``."""
+    return RING in OWN_DENSE.get(arch, ())
 
 
 @dataclass(frozen=True)
